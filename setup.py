@@ -5,6 +5,7 @@ from, and files that are read as text or copied, stay whole.
 """
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -18,6 +19,7 @@ SOURCE = Path("src/glassengine")
 WHOLE = {"cli", "compat", "inside", "pytest_plugin", "reproduction", "results", "testing"}
 
 
+@functools.cache
 def public_modules() -> set[str]:
     """Return the modules that the tables of public names lead to."""
     texts = (path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py"))

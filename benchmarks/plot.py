@@ -1,8 +1,9 @@
-"""Points and the lines fitted to them, as one small SVG file."""
+"""Points and the lines fitted to them, or bars on a logarithmic scale, as one small SVG file."""
 
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,13 +51,45 @@ def panels(charts: Sequence[tuple[str, str, Mapping[str, Points]]], x_label: str
         f'<g transform="translate({index * WIDTH} 0)">{_chart(*chart, x_label)}</g>'
         for index, chart in enumerate(charts)
     ]
-    size = f'width="{WIDTH * len(charts)}" height="{HEIGHT}"'
-    box = f'viewBox="0 0 {WIDTH * len(charts)} {HEIGHT}"'
-    style = 'font-family="sans-serif" font-size="11"'
+    return _document(WIDTH * len(charts), HEIGHT, drawn)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A ratio with its limit, and whether it is of another tool."""
+
+    name: str
+    ratio: float
+    limit: float | None = None
+    is_peer: bool = False
+
+
+def bars(title: str, rows: Sequence[Bar]) -> str:
+    """Return an SVG document with a bar for each ratio, and a mark at its limit; both on a logarithmic scale."""
+    names, width, height = 250, 700, 34 + 20 * len(rows)
+    every = [value for row in rows for value in (row.ratio, row.limit) if value]
+    low, high = math.log(min(every) * 0.8), math.log(max(every) * 1.25)
+
+    def place(value: float) -> float:
+        return names + (math.log(value) - low) / (high - low) * (width - names - 130)
+
+    parts = [_text(8, 18, title, "start", "bold")]
+    for index, row in enumerate(rows):
+        y = 30 + 20 * index
+        end = place(row.ratio)
+        parts.append(_text(names - 6, y + 12, row.name, "end"))
+        parts.append(f'<path d="M{names} {y + 1}H{end:.1f}v14H{names}z" fill="{COLORS[row.is_peer]}"/>')
+        if row.limit:
+            parts.append(f'<path d="M{place(row.limit):.1f} {y - 1}v18" stroke="#222" stroke-width="2"/>')
+        shown = f"{row.ratio:.3g} x" + (f", limit {row.limit:g}" if row.limit else "")
+        parts.append(_text(max(end, place(row.limit or row.ratio)) + 5, y + 12, shown, "start"))
+    return _document(width, height, parts)
+
+
+def _document(width: int, height: int, parts: Sequence[str]) -> str:
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11"'
     background = '<rect width="100%" height="100%" fill="white"/>'
-    return "\n".join(
-        [f'<svg xmlns="http://www.w3.org/2000/svg" {size} {box} {style}>', background, *drawn, "</svg>", ""]
-    )
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', background, *parts, "</svg>", ""])
 
 
 def _chart(title: str, y_label: str, series: Mapping[str, Points], x_label: str) -> str:

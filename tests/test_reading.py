@@ -40,6 +40,8 @@ REASONS: dict[str, dict[str, str]] = {
     "diagnose/invariance/alone.py": {"torch.load": "what our own process wrote, with weights_only"},
     "diagnose/ladder/per_case.py": {"pickle.loads": "what our own parent process sent, or our own child answered"},
     "diagnose/reproduction/bisect_compiler.py": {"json.loads": "what our own child process printed"},
+    "diagnose/paired_run.py": {"json.loads": "what our own child process sent"},
+    "diagnose/paired_side.py": {"json.loads": "what our own parent process asked"},
     "diagnose/script_floor.py": {"json.loads": "what our own parent process asked"},
     "diagnose/snapshot/trial.py": {"json.load": "what our own parent process sent"},
     "prompt/probes.py": {"json.loads": "the table that ships", "read_text": "the table that ships"},

@@ -36,25 +36,36 @@ def wrong(): return Net(0.6).eval()
 def inputs(): return {"x": torch.linspace(-1, 1, 24).reshape(3, 8)}
 """
 
-BUILD = "from setuptools import build_meta as build; build.build_sdist('dist'); build.build_wheel('dist')"
-
 Glass = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def built(folder: Path) -> Path:
-    """Build what `make dist` builds, in `folder`, and return where it is."""
-    subprocess.run([sys.executable, "-c", BUILD], cwd=folder, check=True, capture_output=True, timeout=600)
+def build(what: str, folder: Path) -> Path:
+    """Build the wheel or the `sdist` of `folder` as `make dist` does, and return where it is."""
+    command = f"from setuptools import build_meta; build_meta.build_{what}('dist')"
+    subprocess.run([sys.executable, "-c", command], cwd=folder, check=True, capture_output=True, timeout=600)
     return folder / "dist"
 
 
 @pytest.fixture(scope="module")
-def dist(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel and the source distribution of this tree."""
+def tree(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a build reads of this tree."""
     folder = tmp_path_factory.mktemp("tree")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(root / name, folder)
     shutil.copytree(root / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    return built(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the wheel lies that the source distribution of this tree makes."""
+    (archive,) = build("sdist", tree).glob("*.tar.gz")
+    unpacked = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(archive) as opened:
+        # The first patch releases of Python 3.11 have no filters.
+        opened.extractall(unpacked, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # noqa: S202 - our own archive
+    (folder,) = unpacked.iterdir()
+    return build("wheel", folder)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +75,7 @@ def glass(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Glass:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True, timeout=600)
     python = folder / "env/bin/python"
     (wheel,) = dist.glob("*.whl")
-    install = ["--python", python, "install", "-q", "--no-deps", "--no-index", wheel]
+    install = ["--python", python, "install", "-q", "--no-deps", "--no-index", "--no-compile", wheel]
     subprocess.run([sys.executable, "-m", "pip", *install], check=True, capture_output=True, timeout=600)
     (packages,) = (folder / "env/lib").glob("*/site-packages")
     (packages / "beside.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
@@ -156,27 +167,24 @@ def code_of(source: str) -> str:
     return ast.dump(tree) + str([node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)])
 
 
-def test_internal_modules_of_the_wheel_lack_comments_and_docstrings_alone(dist: Path, root: Path) -> None:
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
+def test_internal_modules_of_the_wheel_lack_comments_and_docstrings_alone(every: int, dist: Path, root: Path) -> None:
     (wheel,) = dist.glob("*.whl")
     archive = zipfile.ZipFile(wheel)
-    shorter = []
-    for path in (root / "src").rglob("*.py"):
+    shorter = set()
+    for place, path in enumerate(sorted((root / "src").rglob("*.py"))):
         name, source = path.relative_to(root / "src").as_posix(), path.read_text(encoding="utf-8")
         packed = archive.read(name).decode()
-        assert packed == source or code_of(packed) == code_of(source), name
-        shorter += [name] if packed != source else []
+        assert packed == source or place % every or code_of(packed) == code_of(source), name
+        shorter |= {name} if packed != source else set()
     assert "glassengine/judge/verdict/score.py" in shorter
     whole = ("__init__.py", "engine/run/engine.py", "cli/check.py", "results/comparison.py")
-    assert not {f"glassengine/{name}" for name in whole} & set(shorter)
+    assert not {f"glassengine/{name}" for name in whole} & shorter
 
 
-def test_the_source_distribution_makes_the_same_wheel(dist: Path, tmp_path: Path) -> None:
-    (archive,) = dist.glob("*.tar.gz")
-    with tarfile.open(archive) as opened:
-        # The first patch releases of Python 3.11 have no filters.
-        opened.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # noqa: S202 - our own archive
-    (folder,) = tmp_path.iterdir()
-    (again,) = built(folder).glob("*.whl")
+@pytest.mark.slow
+def test_the_tree_makes_the_same_wheel(tree: Path, dist: Path) -> None:
+    (again,) = build("wheel", tree).glob("*.whl")
     (wheel,) = dist.glob("*.whl")
     assert again.name == wheel.name
     assert sorted(zipfile.ZipFile(again).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())

@@ -6,7 +6,7 @@
 watched runs `compare_series`, of engines `side_by_side`, of the artifacts of two builds `compare_artifacts`. `glass
 upload` is `upload`, `glass doctor --calibrate` is `calibrate`, and `glass doctor --batch` is `batch_table`. `glass
 build --batch-invariant` is proven by `prove_batch_invariant`, and `glass check --invariant run -- SCRIPT` is
-`check_invariant_script`.
+`check_invariant_script`. `glass watch` is `watch_scripts`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from glassengine.diagnose.invariance.machine import batch_table
     from glassengine.diagnose.invariance.recorded import check_invariant_script
     from glassengine.diagnose.noise_floor import measure_noise_floor
+    from glassengine.diagnose.paired_run import PairedScript, watch_scripts
     from glassengine.diagnose.script_floor import measure_script_floor
     from glassengine.program.listing.artifacts import compare_artifacts
     from glassengine.recording.read.upload import upload
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from glassengine.serving.record import record_served
 
 __all__ = [
+    "PairedScript",
     "SeriesReader",
     "batch_table",
     "calibrate",
@@ -51,9 +53,11 @@ __all__ = [
     "record_target",
     "side_by_side",
     "upload",
+    "watch_scripts",
 ]
 
 _PUBLIC = {
+    "PairedScript": "glassengine.diagnose.paired_run",
     "SeriesReader": "glassengine.recording.series",
     "batch_table": "glassengine.diagnose.invariance.machine",
     "calibrate": "glassengine.backends.accuracy.calibration",
@@ -71,5 +75,6 @@ _PUBLIC = {
     "record_target": "glassengine.capture.runs.target",
     "side_by_side": "glassengine.diagnose.engines.side_by_side",
     "upload": "glassengine.recording.read.upload",
+    "watch_scripts": "glassengine.diagnose.paired_run",
 }
 __getattr__, __dir__ = deferred(__name__, _PUBLIC)

@@ -43,13 +43,13 @@ def _versions_on(_path: tuple[str, ...], packages: tuple[str, ...]) -> Mapping[s
     """Look them up in the files of the packages, which are many, and asked for with every engine."""
     from importlib import metadata  # takes a tenth of what `glass --help` takes
 
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in packages:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            versions[name] = None
+    return versions
 
 
 @lru_cache(maxsize=1)
@@ -193,13 +193,13 @@ def everything() -> dict[str, str]:
 
 def of_rank(rank: int, ranks: int) -> dict[str, str]:
     """Return the environment of a process that is started as a rank on this machine, as torchrun would set it."""
-    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     known = dict(os.environ)
     if loopback:
         known.setdefault("GLOO_SOCKET_IFNAME", loopback)
     known["OMP_NUM_THREADS"] = known.get("OMP_NUM_THREADS") or str(max(num_cpus() // ranks, 1))
-    return known | own
+    return known | variables
 
 
 class SnapshotRequest(NamedTuple):

@@ -14,7 +14,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import glassengine as glass
-from glassengine import starting
 from glassengine.cli.main import main
 from glassengine.diagnose import prompt_level
 from glassengine.diagnose.ladder.request import CheckRequest
@@ -27,7 +26,7 @@ from glassengine.report.page.write import write_report
 from glassengine.report.sarif import sarif
 from glassengine.results import Comparison, Policy, with_prompt
 from glassengine.results.stored import read_comparisons
-from tests import children
+from tests.prompt.conftest import _with_transformers as _with_transformers
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
@@ -59,12 +58,6 @@ def copied(model: Path, target: Path, change: Callable[[dict[str, Any]], None] =
     change(document)
     (target / "tokenizer.json").write_text(json.dumps(document), encoding="utf-8")
     return target
-
-
-@pytest.fixture(autouse=True)
-def _with_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start processes as copies of one that has imported transformers."""
-    monkeypatch.setattr(starting, "subprocess", children.started_as_copies(children.MODELS))
 
 
 @pytest.fixture

@@ -177,7 +177,10 @@ def manifest_that_nests(folder: Path, records: int) -> Path:
 
 @case
 def zip_bomb(folder: Path, records: int) -> Path:
-    with zipfile.ZipFile(folder / "f.npz", "w", zipfile.ZIP_DEFLATED) as archive, archive.open("a.npy", "w") as file:
+    with (
+        zipfile.ZipFile(folder / "f.npz", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
+        archive.open("a.npy", "w") as file,
+    ):
         head = io.BytesIO()
         np.lib.format.write_array_header_1_0(head, {"descr": "<f4", "fortran_order": False, "shape": (2**28,)})
         file.write(head.getvalue())

@@ -31,7 +31,7 @@ ENDS: dict[str, str | list[str]] = {
     "pipe_instead_of_a_file": "UsageError",
     "names_of_a_recording": "8 tensors",
     "zip_with_names_that_leave": "8 tensors",
-    "zip_bomb": ["1043724 bytes unfold to 1073741824: save it uncompressed"],
+    "zip_bomb": ["4685547 bytes unfold to 1073741824: save it uncompressed"],
     "zip_of_many_members": ["not an array: EOF"],
     "object_array_that_runs_code": ["an object array is a pickle, and reading it would run code"],
     "tensor_that_is_expanded": ["4 bytes that are expanded to 4398046511104"],

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import glassengine as glass
-from glassengine.judge.end_to_end import EndToEnd, Severity
+from glassengine.judge.end_to_end import EndToEnd, Severity, result_figures
 from glassengine.numerics.verdict import Reference
 from glassengine.program.export.export import export_module
 from glassengine.program.representation.program import Program
@@ -145,6 +145,18 @@ def test_agreement_and_kl() -> None:
     assert severity.num_bitwise == 3 and abs(found["mean_kl"]) < 1e-12
     severity.add(logits, logits * 1.3, 1e-6, "case, step 1")
     assert severity.max_kl > 1e-3
+
+
+def test_rows_without_a_likeliest_token_are_no_tokens() -> None:
+    logits = torch.randn(2, 4, 10, generator=torch.Generator().manual_seed(0))
+    logits[0, 1], logits[1, 2], logits[1, 3, :4] = torch.nan, -torch.inf, -torch.inf
+    found = result_figures(logits, logits * (1 + 1e-3), are_logits=True)
+    assert (found.num_tokens, found.same_tokens) == (6, 6) and found.max_kl is not None and found.max_kl < 1e-4
+    severity = Severity()
+    severity.add(logits[1], logits[1] * (1 + 1e-3), 1e-6, "case, step 0")
+    assert severity.num_tokens == 3 and severity.to_dict()["mean_kl"] < 1e-4
+    severity.add(logits[0], logits[0].nan_to_num(1.0), 1e-6, "case, step 1")  # a token where the baseline has none
+    assert severity.num_tokens == 7 and severity.num_agreeing == 6
 
 
 def test_a_changed_token_with_a_margin_is_named_and_a_tie_is_not() -> None:

@@ -34,6 +34,11 @@ def test_noise_of_the_size_of_the_floor_is_rounding(exact: torch.Tensor) -> None
     assert found.noise_ratio is not None and 0.3 < found.noise_ratio < SUSPICIOUS
 
 
+def test_a_single_number_is_measured_within_a_limit() -> None:
+    exact = torch.tensor(2.0, dtype=torch.float64)
+    assert make(exact).measured(torch.tensor(2.0 + 1e-6), at_most=100.0).verdict == "rounding"
+
+
 @pytest.mark.parametrize(("factor", "verdict"), [(6.0, "suspicious"), (30.0, "wrong")])
 def test_larger_noise_is_flagged(exact: torch.Tensor, factor: float, verdict: str) -> None:
     candidate = (exact + factor * 1e-6 * torch.sign(exact)).float()

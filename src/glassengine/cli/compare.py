@@ -123,12 +123,12 @@ def command(
     }
     sides = [baseline, *candidates]
     # A page is made of everything.
-    told = _given(for_tensors) + [name for name in answers.given if name != "report"]
-    if series or (series is None and _are_watched(sides) and not told):
-        _refuse(_SERIES, _TENSORS, told)
+    meaningless = _given(for_tensors) + [name for name in answers.given if name != "report"]
+    if series or (series is None and _are_watched(sides) and not meaningless):
+        _refuse(_SERIES, _TENSORS, meaningless)
         return _compare_watched(sides, answers.report)
     kind = _common_kind(sides)
-    _refuse(kind, _TENSORS, told)
+    _refuse(kind, _TENSORS, meaningless)
     _refuse(kind, _ENGINES, [name for name, value in for_engines.items() if value is not None])
     if kind == _ENGINES:
         return _engines(sides, for_engines, answers.report)

@@ -105,32 +105,35 @@ def examine() -> dict[str, Any]:
     }
 
 
-def _print(found: dict[str, Any]) -> None:
-    memory = f"{_gib(found['memory_available_bytes'])} free of {_gib(found['memory_bytes'])}"
-    compiler = found["cxx_compiler"] or "none: Inductor needs g++, or CXX set to another compiler"
+def _print(report: dict[str, Any]) -> None:
+    memory = f"{_gib(report['memory_available_bytes'])} free of {_gib(report['memory_bytes'])}"
+    compiler = report["cxx_compiler"] or "none: Inductor needs g++, or CXX set to another compiler"
     rows = [
-        ("platform", found["platform"]),
-        ("cpu", f"{found['cpu']}, {found['num_cpus']} usable"),
-        ("cpu flags", " ".join(found["cpu_flags"]) or "unknown"),
+        ("platform", report["platform"]),
+        ("cpu", f"{report['cpu']}, {report['num_cpus']} usable"),
+        ("cpu flags", " ".join(report["cpu_flags"]) or "unknown"),
         ("memory", memory),
-        ("disk", f"{_gib(found['disk_free_bytes'])} free here"),
+        ("disk", f"{_gib(report['disk_free_bytes'])} free here"),
         ("c++", compiler),
-        *((name, version or "not installed") for name, version in found["versions"].items()),
-        *((f"{name} cache", path) for name, path in found["caches"].items()),
-        *found["variables"].items(),
-        ("executions", f"{'wait for the device' if found['synchronous'] else 'return before the device has finished'}"),
+        *((name, version or "not installed") for name, version in report["versions"].items()),
+        *((f"{name} cache", path) for name, path in report["caches"].items()),
+        *report["variables"].items(),
+        (
+            "executions",
+            f"{'wait for the device' if report['synchronous'] else 'return before the device has finished'}",
+        ),
     ]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         out.print(f"{name:<{width}}  {value}")
     out.print("\nback-ends")
-    for backend in found["backends"]:
+    for backend in report["backends"]:
         state = "available" if backend["available"] else f"missing: {backend['reason']}"
         out.print(f"  {backend['name']:<14} {state}")
         if not backend["available"] and backend["install"]:
             out.print(f"  {'':<14} {backend['install']}")
     out.print("\nwhen an execution fails")
-    for advice in found["advice"]:
+    for advice in report["advice"]:
         out.print(f"  - {advice}")
 
 

@@ -65,6 +65,9 @@ check-rollout my-model --rollout rollout.json --report answer.html
 check-training net.py:net --candidate port.py:port --inputs batches.pt
 check-training net.py:net --candidate-optimizer port.py:optimizer
 check-training net.py:net --candidate port.py:port --loss net.py:loss
+watch reference.py -- port.py
+watch 'train.py --seed 1' -- port.py --seed 1
+watch reference.py --sites '*.mlp' -- port.py
 explain answer.json
 explain answer.json '*.mlp*'
 explain answer.json re:attn

@@ -38,6 +38,7 @@ COMMANDS = {
     "check-prompt": "Compare tokenizer, chat template and generation settings of two sides.",
     "check-rollout": "Explain the gap between the log-probabilities of a rollout and those of its policy.",
     "check-training": "Find the first training step, and in it the op, that is wrong in a port.",
+    "watch": "Compare two scripts step by step while they run, and stop both at the first step that is wrong.",
     "explain": "Explain a result in words: why it is ok or not, or why a tensor has its verdict.",
     "export": "Write a result for what people open already: Model Explorer, Perfetto, TensorBoard, Netron.",
     "profile": "Show a profile by module, or take one of a running program.",

@@ -190,11 +190,11 @@ class Tools:
     async def _run(self, words: Sequence[str]) -> tuple[int, str]:
         """Run one command line; returns its exit status and what it printed, errors last."""
         command = starting.python("glassengine", words[0], *_QUIETLY, *words[1:])
-        where: dict[str, Any] = {"cwd": self._roots.directories[0], "env": starting.surroundings()}
+        options: dict[str, Any] = {"cwd": self._roots.directories[0], "env": starting.surroundings()}
         async with self._turn:
             with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
                 process = await anyio.open_process(
-                    command, **where, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+                    command, **options, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
                 )
                 try:
                     with anyio.fail_after(self._timeout):

@@ -162,8 +162,8 @@ def command(
         watched = watch_of(watch, trigger, tracker)
         if microbatches != 1 and not gradients:
             raise UsageError("--microbatches is for gradients", got=f"{microbatches}, no --gradients")
-        own = {"gradients": gradients, "optimizer": optimizer, "microbatches": microbatches, "watch": watched}
-        return _script(line, output, {**policy, **own}, noise_floor=noise_floor)
+        own_options = {"gradients": gradients, "optimizer": optimizer, "microbatches": microbatches, "watch": watched}
+        return _script(line, output, {**policy, **own_options}, noise_floor=noise_floor)
     if gradients or optimizer or microbatches > 1:
         got = "--gradients" if gradients else "--optimizer" if optimizer else "--microbatches"
         raise UsageError(
@@ -376,15 +376,15 @@ def watch_of(watch: bool, triggers: Sequence[str] | None, trackers: Sequence[str
     """
     if not (watch or triggers or trackers):
         return None
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for text in triggers or ():
         key, equals, value = text.partition("=")
         if key not in _KINDS:
             raise UnknownNameError("trigger", key, _KINDS)
         if not equals or not value:
             raise UsageError("a trigger has no value", got=f"--trigger {text}", expected=f"--trigger {key}=VALUE")
-        found["ring_bytes" if key == "ring" else key] = _value(text, _KINDS[key], value)
-    return glass.Watch(**found, trackers=tuple(trackers or ()))
+        settings["ring_bytes" if key == "ring" else key] = _value(text, _KINDS[key], value)
+    return glass.Watch(**settings, trackers=tuple(trackers or ()))
 
 
 def size(flag: str, text: str | None) -> int | None:

@@ -130,7 +130,7 @@ def command(
         loaded.generate(texts, **more, **same)
         return 0
     if not loaded.manifest.generates:
-        others = {**given, "prompt_file": None, "max_new_tokens": max_new_tokens, "debug_dir": files}
+        other_options = {**given, "prompt_file": None, "max_new_tokens": max_new_tokens, "debug_dir": files}
         sources = {
             "prompts": list(input_text) if input_text else None,
             "input_ids": input_ids,
@@ -140,7 +140,7 @@ def command(
         }
         wanted = {"debug": patterns, "record": record, "overwrite": overwrite}
         with _snapshots(debugging), profiling:
-            return _forward(loaded, {**sources, **wanted}, others)
+            return _forward(loaded, {**sources, **wanted}, other_options)
     if not (input_text or input_ids or input_file or inputs or loaded.manifest.has_encoder):
         input_text = [_PROMPT]
         if not settings.quiet:
@@ -385,19 +385,19 @@ class Debugging:
     ] = None
 
 
-def _forward(engine: Any, given: Mapping[str, Any], others: Mapping[str, Any]) -> int:
+def _forward(engine: Any, given: Mapping[str, Any], other_options: Mapping[str, Any]) -> int:
     """Run an engine that does not generate, and show what came out.
 
     Args:
         engine: Loaded, of kind "module".
         given: Arguments of `Engine.forward`.
-        others: Flag -> value, or None where it was not given: what means nothing here.
+        other_options: Flag -> value, or None where it was not given: what means nothing here.
 
     Raises:
         UsageError: A flag of generation was given, or the inputs do not fit.
         UnknownNameError: A pattern of `--debug` names nothing.
     """
-    meaningless = [f"--{name.replace('_', '-')}" for name, value in others.items() if value is not None]
+    meaningless = [f"--{name.replace('_', '-')}" for name, value in other_options.items() if value is not None]
     if meaningless:
         raise UsageError(
             f"the engine {engine.manifest.name!r} runs in one forward and generates nothing",

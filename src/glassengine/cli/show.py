@@ -240,7 +240,7 @@ def _show_series(recording: str, pattern: str | None) -> int:
 def _series_document(reader: Any, chosen: Any) -> dict[str, Any]:
     words = ("absent", None, "not finite", "not measured")
 
-    def told(state: int, value: float) -> float | str | None:
+    def as_json(state: int, value: float) -> float | str | None:
         word = words[state]
         return word if word is not None else value if math.isfinite(value) else str(value)
 
@@ -250,7 +250,7 @@ def _series_document(reader: Any, chosen: Any) -> dict[str, Any]:
         "recording": str(reader.path),
         "steps": chosen.steps.tolist(),
         "series": {
-            name: [told(*pair) for pair in zip(*column, strict=True)]
+            name: [as_json(*pair) for pair in zip(*column, strict=True)]
             for name, column in zip(chosen.names, columns, strict=True)
         },
         "events": reader.events,

@@ -61,8 +61,8 @@ def _partial_sums(left: SourceWrapper, right: SourceWrapper) -> dict[Place, Plac
         left: The baseline.
         right: The candidate.
     """
-    told = (side.metadata.get("microbatches") for side in (left, right))
-    count = max((number for number in told if isinstance(number, int)), default=1)
+    counts = (side.metadata.get("microbatches") for side in (left, right))
+    count = max((number for number in counts if isinstance(number, int)), default=1)
     if count < 2:
         return {}
     places = [entry.place for entry in left.entries if entry.site.endswith(_GRADIENT)]

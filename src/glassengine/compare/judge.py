@@ -253,8 +253,10 @@ class PairJudge(PairLoader):
         """Return a pair of which nothing but the verdict is known."""
         entry = match.baseline
         by = BY_GIVEN_TOLERANCE if self.is_given else BY_TOLERANCE
-        told: dict[str, Any] = {"rank": entry.rank, "dtype": entry.dtype, "shape": tuple(entry.shape)}
-        return Pair(entry.step, entry.site, match.candidate_site, match.method, 1.0, verdict or "identical", by, **told)
+        facts: dict[str, Any] = {"rank": entry.rank, "dtype": entry.dtype, "shape": tuple(entry.shape)}
+        return Pair(
+            entry.step, entry.site, match.candidate_site, match.method, 1.0, verdict or "identical", by, **facts
+        )
 
     def floor_of(self, match: MatchedPair) -> StoredFloor | None:
         """Return what rounding alone does to the baseline of a match, where that is known and asked for."""

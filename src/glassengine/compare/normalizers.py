@@ -130,10 +130,10 @@ class Renamed(SourceWrapper):
     @property
     def metadata(self) -> dict[str, Any]:
         """That of the source, with the new names."""
-        found = dict(self._source.metadata)
-        if isinstance(sources := found.get("sources"), dict):
-            found["sources"] = {self._named(site): line for site, line in sources.items()}
-        return found
+        metadata = dict(self._source.metadata)
+        if isinstance(sources := metadata.get("sources"), dict):
+            metadata["sources"] = {self._named(site): line for site, line in sources.items()}
+        return metadata
 
     @property
     def changes(self) -> Mapping[str, Any]:

@@ -95,7 +95,7 @@ class Roundings:
         dtype = max((entry.dtype for entry in coarse), key=unit_roundoff)
         in_step = {rank: sum(entry.rank == rank for entry in coarse) for rank in {entry.rank for entry in own}}
         before = {rank: count * _num_steps_before(self._left, step) for rank, count in in_step.items()}
-        found: dict[tuple[int, str], Noise] = {}
+        noises: dict[tuple[int, str], Noise] = {}
         of_both = {(entry.rank, entry.site) for entry in coarse}
         gradients = {(entry.rank, entry.site): entry for entry in own if entry.site.endswith(_GRADIENT)}
         for entry in own:
@@ -104,8 +104,8 @@ class Roundings:
             if before[entry.rank]:
                 relative = unit_roundoff(dtype) * math.sqrt(before[entry.rank] / 3)
                 gradient = gradients.get((entry.rank, entry.site.removesuffix(_PARAMETER) + _GRADIENT))
-                found[place] = Noise(relative, dtype, gradient if entry.site.endswith(_PARAMETER) else None)
-        return found
+                noises[place] = Noise(relative, dtype, gradient if entry.site.endswith(_PARAMETER) else None)
+        return noises
 
 
 def is_coarse(dtype: str) -> bool:
@@ -182,7 +182,7 @@ def beside_larger(pairs: Packed, chosen: Sequence[MatchedPair], left: SourceWrap
         left: The baseline.
     """
     small = [i for i in pairs.flagged() if pairs[i].reason == TOO_SMALL]
-    found: dict[int, str] = {}
+    larger: dict[int, str] = {}
     by_module: dict[tuple[int, int, tuple[str, str]], list[Entry]] = {}
     for entry in left.entries if small else ():
         by_module.setdefault((entry.step, entry.rank, _module(entry.site)), []).append(entry)
@@ -193,8 +193,8 @@ def beside_larger(pairs: Packed, chosen: Sequence[MatchedPair], left: SourceWrap
             if other.site != own.site and is_floating(other.dtype) and figures is not None and 0 not in other.shape:
                 size = float(np.abs(left.values(other).array).max())
                 if figures.max_abs_diff <= _MOST_ROUNDINGS * unit_roundoff(other.dtype) * size:
-                    found[i] = other.site
-    return found
+                    larger[i] = other.site
+    return larger
 
 
 def is_multiple(figures: Figures) -> bool:

@@ -18,7 +18,7 @@ from glassengine.compare.judge import ROW_BYTES, PairJudge, PairVerdict, RowFigu
 from glassengine.compare.loader import Counted
 from glassengine.compare.matching.maps import TensorMap, load_map
 from glassengine.compare.matching.matching import MatchedPair, Matching
-from glassengine.compare.matching.source_wrapper import SourceWrapper, Told
+from glassengine.compare.matching.source_wrapper import Remark, SourceWrapper
 from glassengine.compare.normalizers import normalized
 from glassengine.compare.pairs import PairBlock, PairItem, Pairs
 from glassengine.compare.precision import two_precisions
@@ -108,7 +108,7 @@ class Answer(NamedTuple):
     """What was found of the pairs of a block, and of the tensors that several ranks have parts of."""
 
     found: tuple[PairFindings, ...] = ()
-    told: tuple[Told, ...] = ()
+    remarks: tuple[Remark, ...] = ()
 
 
 class ComparisonSession:
@@ -174,7 +174,7 @@ class ComparisonSession:
 
         with one_thread():
             found = tuple(self._found(item, block) for item in block.items)
-        return Answer(found, self._step.told() if self._step is not None else ())
+        return Answer(found, self._step.remarks() if self._step is not None else ())
 
     def _found(self, item: PairItem, block: PairBlock) -> PairFindings:
         judge, match = self.at(item, block.context)
@@ -213,13 +213,13 @@ class ComparisonSession:
         judge, match = self.at(item, context)
         found = judge.judged(match)
         names = {(entry.step, entry.site) for entry in (match.baseline, match.candidates[0])}
-        self.note([one for one in self._step.told() if (one.step, one.site) in names] if self._step else [])
+        self.note([one for one in self._step.remarks() if (one.step, one.site) in names] if self._step else [])
         return found
 
-    def note(self, told: Sequence[Told]) -> None:
+    def note(self, remarks: Sequence[Remark]) -> None:
         """Take over what was found of tensors that several ranks have parts of."""
         for side in self.sides:
-            side.note(told)
+            side.note(remarks)
 
 
 class _Step:
@@ -247,9 +247,9 @@ class _Step:
             for side, entry in ((self.judge.left, match.baseline), (self.judge.right, match.candidates[0])):
                 side.reject(entry)
 
-    def told(self) -> tuple[Told, ...]:
+    def remarks(self) -> tuple[Remark, ...]:
         """Return what was found."""
-        return (*self.judge.left.told(), *self.judge.right.told())
+        return (*self.judge.left.remarks(), *self.judge.right.remarks())
 
 
 def judge_block(task: tuple[ComparisonRequest, PairBlock]) -> Answer:

@@ -49,10 +49,10 @@ def sampling_apart(left: TensorSource, right: TensorSource) -> str | None:
     if not isinstance(x, dict) or not isinstance(y, dict):
         return None
     names = [name for name in dict.fromkeys([*x, *y]) if x.get(name) != y.get(name)]
-    told = [
+    differences = [
         f"{name} {x.get(name, 'not set')} in the baseline, {y.get(name, 'not set')} in the candidate" for name in names
     ]
-    return f"the settings of generation differ: {'; '.join(told)}" if told else None
+    return f"the settings of generation differ: {'; '.join(differences)}" if differences else None
 
 
 def _difference(x: Any, y: Any, prompts: Sequence[int | None], bos: Any) -> tuple[str, bool]:

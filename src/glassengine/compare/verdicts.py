@@ -108,13 +108,13 @@ class Judging:
 
     def sums_of(self, wanted: Mapping[int, Sequence[int]]) -> dict[int, int]:
         """Return the places of pairs that are a share -> that of the pair, of several, which is its sum."""
-        found = {}
+        sum_of_share = {}
         for place, sums in wanted.items():
             own, *others = (self._at(each) for each in (place, *sums))
             number = sum_of(own[1].baseline, [match.baseline for _, match in others], own[0].left)
             if number is not None:
-                found[place] = sums[number]
-        return found
+                sum_of_share[place] = sums[number]
+        return sum_of_share
 
     def with_statistics(self, wanted: Sequence[tuple[int, Pair]]) -> Iterable[Pair]:
         """Yield pairs, given with their places, with the statistics of both sides and of the errors."""
@@ -171,7 +171,7 @@ class Judging:
     def _pieces(self, block: PairBlock, answer: Answer | Died, *, attempts: int = 2) -> Sequence[PairFindings]:
         """Return what was found of a block; where its workers died, of its halves, down to what killed them."""
         if isinstance(answer, Answer):
-            self._session.note(answer.told)
+            self._session.note(answer.remarks)
             self._require_unchanged(answer.found)
             return answer.found
         if len(block.items) == 1:

@@ -87,8 +87,8 @@ def measure_script_floor(
         last = run(1 + NUM_RUNS, None)
         for repeat in (last,) if is_alone else (again, last):
             require_same(repeat)
-        found = {place: _floors(path / place, [other / place for other in others]) for place in places}
-    for place, floors in found.items():
+        measured = {place: _floors(path / place, [other / place for other in others]) for place in places}
+    for place, floors in measured.items():
         write_noise_floor(path / place, floors, HOW)
 
 

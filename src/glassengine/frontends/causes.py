@@ -190,11 +190,11 @@ def graph_breaks() -> Mapping[str, int]:
     """
     # Dynamo counts a break under one of these, or under both.
     broken, unsupported = counters["graph_break"], counters["unimplemented"]
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for reason in broken.keys() | unsupported.keys():
         count = max(broken[reason], unsupported[reason])
-        found.update({"GraphBreak": count, f"GraphBreak::{_headline(reason)}": count})
-    return found
+        counts.update({"GraphBreak": count, f"GraphBreak::{_headline(reason)}": count})
+    return counts
 
 
 registry.add_source(graph_breaks)

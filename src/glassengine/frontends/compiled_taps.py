@@ -92,19 +92,19 @@ def take_taps(module: torch.fx.GraphModule, names: Names, *, is_backward: bool) 
         return ()
     # Where inputs are written to in the end, what shares their memory must be copied before.
     writes = bool(mutated_placeholders(graph))
-    found: dict[str, torch.fx.Node] = {}
+    marked: dict[str, torch.fx.Node] = {}
     for mark in marks:
         value, port = mark.args
         assert isinstance(value, torch.fx.Node)
         if not is_backward:
-            found[_name(mark, str(port), names)] = _copied(mark, value) if writes else value
+            marked[_name(mark, str(port), names)] = _copied(mark, value) if writes else value
         graph.erase_node(mark)
     if not is_backward:
         output = graph.output_node()
         results: Any = output.args[0]
-        output.args = ((*results, *found.values()),)
+        output.args = ((*results, *marked.values()),)
     module.recompile()
-    return tuple(found)
+    return tuple(marked)
 
 
 def handing_on(function: GraphFunction, tapped: tuple[str, ...]) -> GraphFunction:

@@ -19,6 +19,7 @@ import torch
 
 from glassengine.blocks import agree
 from glassengine.judge.graphs.by_name import by_value
+from glassengine.numerics.counted import is_finite
 from glassengine.numerics.exemptions import DRAWN, PADDING
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.kinds import unequal
@@ -388,15 +389,16 @@ def result_figures(
     """
     if baseline.shape != value.shape or baseline.is_complex() or value.is_complex():
         return ResultFigures()
-    b, c = baseline.double(), value.double()
+    b = baseline.double()
+    c = b if baseline.dtype is value.dtype and torch.equal(baseline, value) else value.double()
     counted = torch.ones_like(b, dtype=torch.bool) if valid is None else valid.expand(b.shape)
     left_out = 1 - float(counted.double().mean()) if counted.numel() else 0.0
-    same = agree(b, c) | ~counted
-    if bool((~same & ~(b.isfinite() & c.isfinite())).any()):
+    if c is not b and bool((~(agree(b, c) | ~counted) & ~(b.isfinite() & c.isfinite())).any()):
         return ResultFigures(math.inf, None, None, -math.inf, None, left_out)
     tokens = _tokens(b, c, counted) if are_logits else {}
     counted = counted & b.isfinite() & c.isfinite()
-    b, c = torch.where(counted, b, 0.0), torch.where(counted, c, 0.0)
+    is_same, b = c is b, torch.where(counted, b, 0.0)
+    c = b if is_same else torch.where(counted, c, 0.0)
     if not b.numel():
         return ResultFigures(0.0, 0.0, 0.0, math.inf, 1.0)
     error, largest = c - b, float(b.abs().max())
@@ -418,15 +420,28 @@ def result_figures(
 
 def _tokens(baseline: torch.Tensor, value: torch.Tensor, counted: torch.Tensor) -> dict[str, Any]:
     """Return what two sets of logits [..., V] say of the next token, at all positions that count; KL in nats."""
-    rows = counted.any(-1)
+    rows = counted.any(-1) & _choose(baseline) & _choose(value)
+    if value is baseline and is_finite(baseline):
+        number = int(rows.sum())
+        return {"num_tokens": number, "same_tokens": number, "mean_kl": 0.0, "max_kl": 0.0} if number else {}
     b, c = baseline[rows], value[rows]
     if not len(b):
         return {}
-    ours, theirs = b.log_softmax(-1), c.log_softmax(-1)
-    # A token that one side masks out has no probability there: 0 * inf counts for nothing.
-    kl = (ours.exp() * (ours - theirs)).masked_fill(ours.isneginf(), 0.0).sum(-1)
+    kl = _kl(b, c)
     same = int((b.argmax(-1) == c.argmax(-1)).sum())
     return {"num_tokens": len(b), "same_tokens": same, "mean_kl": float(kl.mean()), "max_kl": float(kl.max())}
+
+
+def _choose(logits: torch.Tensor) -> torch.Tensor:
+    """Return for each row whether it has a likeliest token: one that is all masked, or has a NaN, has none."""
+    return logits.isfinite().any(-1) & ~logits.isnan().any(-1)
+
+
+def _kl(baseline: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return the KL divergence of each row of logits, in nats."""
+    ours, theirs = baseline.log_softmax(-1), value.log_softmax(-1)
+    # A token that one side masks out has no probability there: 0 * inf counts for nothing.
+    return (ours.exp() * (ours - theirs)).masked_fill(ours.isneginf(), 0.0).sum(-1)
 
 
 def _unit(largest: float, *sides: torch.Tensor) -> float:
@@ -498,15 +513,15 @@ class Severity:
     def add(self, baseline: torch.Tensor, candidate: torch.Tensor, noise: float, where: str) -> None:
         """Count one step: logits [B, V] of the last position; `noise` is the RMS of what rounding does to one."""
         a, b = baseline.double(), candidate.double()
-        log_a, log_b = torch.log_softmax(a, -1), torch.log_softmax(b, -1)
-        kl = (log_a.exp() * (log_a - log_b)).sum(-1)
+        chosen = _choose(a), _choose(b)
+        kl = _kl(a[chosen[0] & chosen[1]], b[chosen[0] & chosen[1]])
         self.total_kl += float(kl.sum())
-        self.max_kl = max(self.max_kl, float(kl.max()))
+        self.max_kl = max([self.max_kl, *kl.tolist()])
         ours, theirs = a.argmax(-1), b.argmax(-1)
-        for row in range(a.shape[0]):
+        for row in (chosen[0] | chosen[1]).nonzero().flatten().tolist():
             self.num_tokens += 1
             self.num_bitwise += bool(torch.equal(baseline[row], candidate[row]))
-            if ours[row] == theirs[row]:
+            if ours[row] == theirs[row] and chosen[0][row] == chosen[1][row]:
                 self.num_agreeing += 1
                 continue
             margin = float(a[row, ours[row]] - a[row, theirs[row]])

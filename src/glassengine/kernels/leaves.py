@@ -12,7 +12,7 @@ from torch import Tensor
 
 from glassengine.kernels.regions import described
 from glassengine.kernels.trace import OnlyOp
-from glassengine.numerics.floor import Counted, slice_means
+from glassengine.numerics.floor import Counted, error_means
 from glassengine.numerics.judgement import Judgement, smallest_precise, unit_roundoff
 from glassengine.numerics.verdict import Reference
 from glassengine.results.kernels import TensorMatch
@@ -164,7 +164,7 @@ class Expectation:
                 return Judgement("rounding", None, None, bound_ratio=1.0)
             if not self.only.is_alone:
                 return None
-        squares = slice_means([error.square_(), (self.native.double() - exact).square_()], Counted(None))
+        squares = error_means(exact, [candidate, self.native], Counted(None))
         own, others = squares.means
         if 0 < others < math.inf and own < math.inf:
             ratio = own / others

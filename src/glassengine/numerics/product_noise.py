@@ -157,4 +157,4 @@ def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     number = math.prod(shape)
     drawn = torch.empty(-(-number // _PER_DRAW), dtype=torch.int64).random_(_LOWEST, None, generator=generator)
     levels = drawn.view(torch.int8)[:number].view(tuple(shape))
-    return levels.float().add_(0.5).div_(128)
+    return levels.float().add_(0.5).mul_(1 / 128)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from glassengine.numerics.counted import is_finite, mean_where, rms_where, same_where
-from glassengine.numerics.floor import Floor, measured_floor, slice_means
+from glassengine.numerics.floor import Counted, Floor, QuickFloor, error_means, measured_floor, quick_floor
 from glassengine.numerics.judgement import (
     INTRODUCED_SUSPICIOUS,
     INTRODUCED_WRONG,
@@ -97,6 +97,7 @@ class Reference:
         self._relative_floor = relative_floor
         self._remember = remember
         self._floor: Floor | None = None
+        self._quick: QuickFloor | None = None
         self.unstable: torch.Tensor | None = None
         if not exact.is_floating_point():
             runs = () if exact.is_complex() else (native, *noisy)
@@ -131,6 +132,19 @@ class Reference:
                 self._remember(self._relative_floor)
         return self._floor
 
+    def _quickly(self) -> QuickFloor | None:
+        """Return the floor without slices; None where it is measured, or elements are special."""
+        if self._floor is not None or self.known.hidden is not None:
+            return None
+        if self._quick is None:
+            runs = [self.native, *self._noisy]
+            self._quick = quick_floor(self.exact, runs, self._judged, self._dtype, self._relative_floor)
+            if self._quick is not None:
+                self._relative_floor = self._quick.relative
+                if self._remember is not None:
+                    self._remember(self._relative_floor)
+        return self._quick
+
     def with_run(self, run: torch.Tensor) -> Reference:
         """Return the reference with one more run behind its floor: another implementation that only rounds."""
         return self._with(noisy=[*self._noisy, run.double()])
@@ -162,9 +176,12 @@ class Reference:
         valid = torch.ones_like(self._tied) if self.valid is None else self.valid
         return int((self._tied & valid).sum()) / max(1, int(valid.sum()))
 
-    def judge(self, candidate: torch.Tensor) -> Judgement:
-        """Judge one candidate tensor of any dtype on the same device by the floor alone."""
-        found = self.measured(candidate)
+    def judge(self, candidate: torch.Tensor, *, roughly: bool = False) -> Judgement:
+        """Judge one candidate tensor of any dtype on the same device by the floor alone.
+
+        With `roughly`, the noise ratio of what is right may be too large.
+        """
+        found = self.measured(candidate, SUSPICIOUS if roughly else 0.0)
         if (ratio := found.noise_ratio) is None or found.verdict == "identical":
             return found
         verdict: Verdict = "wrong" if ratio > WRONG else "suspicious" if ratio > SUSPICIOUS else "rounding"
@@ -243,8 +260,11 @@ class Reference:
         floor = math.sqrt(max(mean_where(own.square(), counted) for own in legal))
         return math.sqrt(mean_where(share.square(), counted)) / max(floor, _LEAST_SHARE)
 
-    def measured(self, candidate: torch.Tensor) -> Judgement:
-        """Return the noise ratio and the error; the verdict is final where that is None or the values are identical."""
+    def measured(self, candidate: torch.Tensor, at_most: float = 0.0) -> Judgement:
+        """Return the noise ratio and the error; the verdict is final where that is None or the values are identical.
+
+        Where the noise ratio is `at_most` that, a number between the two may take its place, which costs less.
+        """
         exact = self.exact
         if candidate.shape != exact.shape:
             shapes = f"shape {tuple(candidate.shape)}, baseline {tuple(exact.shape)}"
@@ -254,12 +274,16 @@ class Reference:
             return found if found.reason else dataclasses.replace(found, reason=kinds)
         if not exact.is_floating_point():
             return self._judge_exact(candidate)
+        if candidate.dtype is self.native.dtype and same_where(candidate, self.native, self.valid):
+            known = self._quickly() or self.measure_floor()
+            assert known is not None
+            return Judgement("identical", 0.0, math.sqrt(known.native))
+        if at_most and (within := self._within(candidate, at_most)) is not None:
+            return within
         floor = self.measure_floor()
         assert floor is not None
-        if candidate.dtype is self.native.dtype and same_where(candidate, self.native, self.valid):
-            return Judgement("identical", 0.0, math.sqrt(floor.native))
         value = candidate.double()
-        squares = slice_means([(value - exact).square_()], floor.counted)
+        squares = error_means(exact, [value], floor.counted)
         # No element of `value` is larger than the largest of P and the largest error together.
         is_large = not floor.largest + squares.totals[0] ** 0.5 < self._limit
         if is_large or self.known.hidden is not None or (self._tied is not None and not is_finite(value)):
@@ -275,6 +299,19 @@ class Reference:
             ratio = max(ratio, float(ratios.amax()) if ratios.numel() else 0.0)
         is_empty = self._judged is not None and not bool(self._judged.any())
         return Judgement("rounding", ratio**0.5, mean**0.5, is_empty=is_empty)
+
+    def _within(self, candidate: torch.Tensor, at_most: float) -> Judgement | None:
+        """Return that no slice of the error exceeds so many times the floor of the whole tensor; None if one may."""
+        quick = self._quickly() if self._tied is None else None
+        if quick is None:
+            return None
+        squares = error_means(self.exact, [candidate], Counted(self._judged))
+        worst = max([squares.means[0], *(float(one.amax()) for one in squares.by_axis if one.numel())])
+        is_small = quick.largest + squares.totals[0] ** 0.5 < self._limit
+        if not is_small or not worst <= at_most**2 * quick.least:
+            return None
+        is_empty = self._judged is not None and not bool(self._judged.any())
+        return Judgement("rounding", (worst / quick.least) ** 0.5, squares.means[0] ** 0.5, is_empty=is_empty)
 
     def _counted(self) -> torch.Tensor | None:
         """Elements that enter the statistics: valid, not tied and, by a measured floor, not special; None: all."""

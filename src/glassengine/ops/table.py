@@ -174,13 +174,13 @@ def _rows() -> Iterator[tuple[str, OpTraits]]:
 
 
 def _table() -> dict[str, OpTraits]:
-    found: dict[str, OpTraits] = {}
+    table: dict[str, OpTraits] = {}
     for names, traits in _rows():
         for name in names.split():
-            if name in found:
+            if name in table:
                 raise ValueError(f"{name} has two rows")
-            found[name] = traits
-    return found
+            table[name] = traits
+    return table
 
 
 TABLE = _table()

@@ -233,8 +233,8 @@ def document(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         return {}
-    found: dict[str, Any] = read_document(path, dict, most=_MOST_BYTES)
-    return found
+    content: dict[str, Any] = read_document(path, dict, most=_MOST_BYTES)
+    return content
 
 
 def described(path: Path) -> Vocabulary:

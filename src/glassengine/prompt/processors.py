@@ -66,13 +66,13 @@ def of_directory(path: Path, keys: Collection[str]) -> dict[str, Processed | str
     )
 
 
-def _unfolded(processor: Any, found: Mapping[str, Any]) -> Any:
+def _unfolded(processor: Any, facts: Mapping[str, Any]) -> Any:
     """Return the image of which Qwen2-VL and its relatives make rows of patches."""
-    if "image_grid_thw" not in found:
-        return found
-    _, height, width = (int(one) for one in np.asarray(found["image_grid_thw"])[0])
+    if "image_grid_thw" not in facts:
+        return facts
+    _, height, width = (int(one) for one in np.asarray(facts["image_grid_thw"])[0])
     m, p = int(processor.merge_size), int(processor.patch_size)
-    rows = np.asarray(found["pixel_values"]).reshape(height // m, width // m, m, m, 3, -1, p, p)[..., 0, :, :]
+    rows = np.asarray(facts["pixel_values"]).reshape(height // m, width // m, m, m, 3, -1, p, p)[..., 0, :, :]
     return rows.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, height * p, width * p)
 
 

@@ -147,16 +147,16 @@ class Checks:
         """Return options of a function: those of marks that it has, the nearest first, and those that are given."""
         known = {*inspect.signature(glass.check).parameters, *inspect.signature(glass.compare).parameters}
         own = inspect.signature(function).parameters
-        found: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         for mark in reversed(list(self._item.iter_markers(MARK))):
             for name, value in mark.kwargs.items():
                 if name not in known:
                     raise UnknownNameError("option of the mark glass", name, known)
                 if name in own:
-                    found[name] = value
+                    options[name] = value
             if mark.args:
                 raise UsageError("the mark glass takes options by name", got=repr(mark.args[0]))
-        return found | {name: value for name, value in given.items() if value is not None or name not in found}
+        return options | {name: value for name, value in given.items() if value is not None or name not in options}
 
     def _concluded(self, result: Comparison, *, of_models: bool) -> Comparison:
         __tracebackhide__ = True
@@ -196,7 +196,7 @@ def _without_traces() -> Iterator[None]:
 
 def _properties(result: Comparison) -> dict[str, object]:
     """Return what stands with the test in JUnit files."""
-    found: dict[str, object] = {
+    properties: dict[str, object] = {
         "ok": str(result.ok).lower(),
         "verdict": result.verdict,
         "standing": result.standing,
@@ -208,11 +208,11 @@ def _properties(result: Comparison) -> dict[str, object]:
     if told:
         first = told[0]
         lines = {"source": first.baseline, "candidate_source": first.candidate}
-        found |= {name: f"{line.place}: {line.code}" for name, line in lines.items() if line is not None}
-        found |= {"finding": first.text} | ({} if first.site is None else {"site": first.site})
+        properties |= {name: f"{line.place}: {line.code}" for name, line in lines.items() if line is not None}
+        properties |= {"finding": first.text} | ({} if first.site is None else {"site": first.site})
         if first.hints:
-            found["hint"] = first.hints[0].text
-    return found
+            properties["hint"] = first.hints[0].text
+    return properties
 
 
 def _screen(result: Comparison, of_models: bool) -> str:

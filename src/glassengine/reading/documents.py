@@ -190,11 +190,11 @@ def _finite(text: str) -> float:
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         counts = Counter(name for name, _ in pairs)
         raise ValueError(f"{counts.most_common(1)[0][0]!r} appears twice")
-    return found
+    return result
 
 
 def _check_texts(value: object) -> None:

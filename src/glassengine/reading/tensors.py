@@ -322,7 +322,7 @@ def _arrays(archive: zipfile.ZipFile) -> dict[str, np.ndarray[Any, Any]]:
     unfolded = sum(member.file_size for member in members if member.compress_type != zipfile.ZIP_STORED)
     if len(members) > _MAX_MEMBERS or unfolded > MAX_UNFOLDED_BYTES:
         raise ValueError(f"{len(members):,} entries unfold to {unfolded:,} bytes: save them uncompressed")
-    found: dict[str, np.ndarray[Any, Any]] = {}
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
     for member in members:
         name = member.filename.removesuffix(".npy")
         with archive.open(member) as file:
@@ -334,11 +334,11 @@ def _arrays(archive: zipfile.ZipFile) -> dict[str, np.ndarray[Any, Any]]:
             if claimed != there or (member.compress_type == zipfile.ZIP_STORED and there > member.compress_size):
                 raise ValueError(f"the header of {name!r} claims {claimed:,} bytes, the archive has {there:,}")
             data = bytearray(claimed)
-            if _filled(data, file) != claimed or name in found:
+            if _filled(data, file) != claimed or name in arrays:
                 raise ValueError(f"{name!r} is cut, or there twice")
         array = np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
-        found[name] = array.astype(dtype.newbyteorder("="), copy=False)
-    return found
+        arrays[name] = array.astype(dtype.newbyteorder("="), copy=False)
+    return arrays
 
 
 def _filled(data: bytearray, file: IO[bytes]) -> int:

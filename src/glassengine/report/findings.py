@@ -258,5 +258,7 @@ def _document(command: Sequence[str]) -> str | None:
 
 
 def _with_document(command: Sequence[str]) -> str:
-    again = f"glass {shlex.join(command)}"
-    return again if _document(command) is not None else f"{again} --json result.json"
+    if _document(command) is not None:
+        return f"glass {shlex.join(command)}"
+    end = command.index("--") if "--" in command else len(command)  # what follows is of a script
+    return f"glass {shlex.join([*command[:end], '--json', 'result.json', *command[end:]])}"

@@ -30,8 +30,8 @@ class Result:
 
     def streamed(self) -> dict[str, Any]:
         """Return the same, with sequences that make their items when they are asked for as they are."""
-        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
-        return {name: value if is_lazy(value) else plain(value) for name, value in own.items()}
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return {name: value if is_lazy(value) else plain(value) for name, value in fields.items()}
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows."""

@@ -26,5 +26,5 @@ def schema(command: str) -> dict[str, Any]:
     if command not in COMMANDS:
         raise UnknownNameError("command with a schema", command, COMMANDS, hint="glass schema check")
     name = command.removesuffix("-training")
-    found: dict[str, Any] = json.loads(files(__name__).joinpath(f"{name}.json").read_text(encoding="utf-8"))
-    return found
+    document: dict[str, Any] = json.loads(files(__name__).joinpath(f"{name}.json").read_text(encoding="utf-8"))
+    return document

@@ -51,9 +51,9 @@ def generate(name: str) -> dict[str, Any]:
     """Return the schema of "check", "compare" or "report"."""
     documents = _DOCUMENTS[name]
     tops, definitions = msgspec.json.schema_components((*documents, MetricsReport), ref_template="#/$defs/{name}")
-    found = {title: _definition(definition) for title, definition in sorted(definitions.items())}
+    generated = {title: _definition(definition) for title, definition in sorted(definitions.items())}
     for document in documents:
-        properties = found[document.__name__]["properties"]
+        properties = generated[document.__name__]["properties"]
         properties["schema_version"] = {"const": SCHEMA_VERSION}
         properties["metrics"] = {**tops[-1], "description": "With --metrics: counters and times of the process."}
     return {
@@ -61,7 +61,7 @@ def generate(name: str) -> dict[str, Any]:
         "$id": f"urn:glassengine:{name}:{SCHEMA_VERSION}",
         "title": _WORDS[name],
         "anyOf": list(tops[:-1]),
-        "$defs": {**found, "number": _NUMBER},
+        "$defs": {**generated, "number": _NUMBER},
     }
 
 

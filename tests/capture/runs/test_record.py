@@ -1005,6 +1005,87 @@ def test_selection(tmp_path: Path) -> None:
     assert [item.site for item in opened.skipped] == [item.site for item in opened.left_out]
 
 
+def test_nothing_inside_is_observed_in_steps_that_are_left_out(tmp_path: Path) -> None:
+    model, hooked = Model(), []
+
+    def is_hooked() -> bool:
+        return "_compiled_call_impl" in vars(model.layers[1].fc)
+
+    model.head.register_forward_hook(lambda *_: hooked.append(is_hooked()))
+    with record(model, tmp_path / "r", steps=[0, 1, 4]):
+        for number in range(6):
+            model(X + number)
+        assert not is_hooked()
+    # In the first step the recording learns what the model calls.
+    assert hooked == [True, True, False, False, True, False] and not is_hooked()
+    opened = Recording.open(tmp_path / "r")
+    assert opened.steps == [0, 1, 4] and opened.metadata["not_called"] == [] and "not_seen" not in opened.metadata
+    assert opened.sites(4) == opened.sites(0) and torch.equal(opened.tensor("layers.0:in[0]", 4), X + 4)
+
+
+def test_only_modules_that_patterns_may_name_are_observed_once_all_were_seen(tmp_path: Path) -> None:
+    def hooked(model: nn.Module) -> list[str]:
+        return [path for path, module in model.named_modules() if path and "_compiled_call_impl" in vars(module)]
+
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
+    for sites, kept in (
+        (["1.0"], ["1.0"]),
+        (["1.0:in[0]", "2"], ["1.0", "2"]),
+        (["1.*"], ["1.0", "1.1"]),
+        (["1*"], ["1", "1.0", "1.1"]),
+        (["re:1"], ["0", "1", "1.0", "1.1", "2"]),
+        (["*:kv.key", "2"], ["0", "1", "1.0", "1.1", "2"]),
+    ):
+        with contextlib.suppress(UnknownNameError), record(plain, tmp_path / "r", sites=sites, overwrite=True):
+            plain(X)
+            assert len(hooked(plain)) == 5
+            plain(X)
+            assert hooked(plain) == kept
+            plain(X)
+        assert hooked(plain) == []
+        opened = Recording.open(tmp_path / "r")
+        assert opened.sites(2) == opened.sites(0) and opened.metadata["not_called"] == []
+    # A tap is named by the innermost module that is observed.
+    tapped = Model()
+    with record(tapped, tmp_path / "taps", sites=["layers.1.inter", "head"]):
+        for _ in range(3):
+            tapped(X)
+        assert "layers.0" in hooked(tapped)
+    assert Recording.open(tmp_path / "taps").sites(2) == ["layers.1.inter", "head"]
+
+
+def test_a_left_out_step_of_one_thread_hides_nothing_of_another_one(tmp_path: Path) -> None:
+    model, inside, may_go_on = Model(), threading.Event(), threading.Event()
+
+    def pause(module: nn.Module, args: Any) -> None:
+        if threading.current_thread() is other:
+            inside.set()
+            may_go_on.wait(60)
+
+    model.layers[0].register_forward_pre_hook(pause)
+    other = threading.Thread(target=lambda: model(X + 1))
+    with record(model, tmp_path / "r", steps=[0, 1]):
+        model(X)
+        other.start()
+        inside.wait(60)
+        model(X + 2)
+        may_go_on.set()
+        other.join()
+    opened = Recording.open(tmp_path / "r")
+    assert opened.steps == [0, 1] and opened.sites(1) == opened.sites(0)
+
+
+def test_parts_that_are_called_by_themselves_are_seen_between_steps_that_are_left_out(tmp_path: Path) -> None:
+    model = Model()
+    with record(model, tmp_path / "r", steps=[0, 3]):
+        for number in range(4):
+            model.layers[0](X + number)
+            model(X + number)
+    opened = Recording.open(tmp_path / "r")
+    assert torch.equal(opened.tensor("layers.0:in[0]", 3), X + 3)
+    assert opened.sites(3)[0] == opened.sites(0)[0] == "layers.0:in[0]"
+
+
 def test_byte_budget(tmp_path: Path) -> None:
     model = Model()
     with record(model, tmp_path / "r", byte_budget=100):

@@ -17,6 +17,7 @@ from onnxruntime import quantization
 from torch import nn
 
 import glassengine as glass
+from glassengine.errors import BackendError
 
 VOCABULARY = 50
 Edit = Callable[[onnx.ModelProto], None]
@@ -270,3 +271,56 @@ def test_results_that_are_alike_are_in_their_order(apart: float, tmp_path: Path)
     onnx.save(model, tmp_path / "alike.onnx")
     result = glass.check(Alike(), candidate=tmp_path / "alike.onnx", inputs={"x": torch.randn(3, 8, generator=DRAW)})
     assert "another order" not in str(result.not_ok_because), result.not_ok_because
+
+
+def written(
+    path: Path, nodes: list[Any], tensors: dict[str, np.ndarray[Any, Any]], sizes: tuple[list[int], list[int]]
+) -> Path:
+    ends = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, size)
+        for name, size in zip(("x", "y"), sizes, strict=True)
+    ]
+    stored = [numpy_helper.from_array(value.astype(np.float32), name) for name, value in tensors.items()]
+    graph = onnx.helper.make_graph(nodes, "graph", ends[:1], ends[1:], stored)
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8), path)
+    return path
+
+
+def test_a_graph_that_cannot_run_is_the_candidates_fault(tmp_path: Path) -> None:
+    node = onnx.helper.make_node
+    weights = {"w": np.random.default_rng(0).standard_normal((5, 3))}
+    paths = [
+        written(
+            tmp_path / f"{name}.onnx",
+            [node("Transpose", ["x"], ["t"], perm=perm), node("MatMul", ["t", "w"], ["y"])],
+            weights,
+            (["a", "b", "c"], ["d", "e", "f"]),  # type: ignore[list-item]
+        )
+        for name, perm in (("right", [1, 0, 2]), ("wrong", [1, 2, 0]))
+    ]
+    with pytest.raises(BackendError, match="cannot run") as caught:
+        glass.check(paths[0], candidate=paths[1], inputs={"x": torch.randn(2, 4, 5, generator=DRAW)})
+    assert "wrong.onnx" in str(caught.value) or "candidate" in str(caught.value)
+
+
+def test_an_epsilon_and_a_sign_of_a_file_are_named(tmp_path: Path) -> None:
+    node = onnx.helper.make_node
+    draw = np.random.default_rng(1)
+    names = ("Scale", "B", "Mean", "Var")
+    weights = {name: draw.random(4) * (0.01 if name == "Var" else 1) for name in names}
+
+    def file(sign: str, eps: float) -> Path:
+        nodes = [
+            node("BatchNormalization", ["x", *names], ["Norm_1"], epsilon=eps),
+            node("ReduceMean", ["Norm_1"], ["ReduceMean_1"], axes=[1], keepdims=1),
+            node(sign, ["Norm_1", "ReduceMean_1"], ["y"]),
+        ]
+        return written(tmp_path / f"{sign}{eps}.onnx", nodes, weights, ([3, 4, 6], [3, 4, 6]))
+
+    right, texts = file("Sub", 1e-5), []
+    for wrong in (file("Sub", 1e-3), file("Add", 1e-5)):
+        result = glass.check(right, candidate=wrong, inputs={"x": torch.randn(3, 4, 6, generator=DRAW)})
+        assert result.first_divergence is not None
+        texts.append(result.first_divergence.hints[0].text)
+    eps = "eps of batch_norm: 1e-05 in the baseline, 0.001 in the candidate"
+    assert texts == [eps, "ReduceMean_1 is added, not subtracted"]

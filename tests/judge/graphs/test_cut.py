@@ -64,6 +64,16 @@ def test_any_piece_computes_what_the_whole_computes(graph: GraphModule, values: 
         assert not any(isinstance(value, (list, tuple)) for value in piece.inputs.values())
 
 
+def test_what_a_piece_reads_keeps_its_name() -> None:
+    graph = torch.fx.Graph()
+    given = graph.create_node("placeholder", "onnx__Conv_208", name="onnx__Conv_208")
+    made = graph.call_function(torch.relu, (given,))
+    graph.output(made)
+    piece = piece_of([made], {given.name: torch.zeros(2), made.name: torch.zeros(2)})
+    assert piece is not None
+    assert [node.name for node in piece.module.graph.find_nodes(op="placeholder")] == ["onnx__Conv_208"]
+
+
 def test_one_culprit_is_found_alone(graph: GraphModule, values: Values) -> None:
     tried: list[int] = []
 

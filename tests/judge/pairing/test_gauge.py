@@ -14,7 +14,7 @@ from torch.nn import functional
 import glassengine as glass
 from glassengine.judge.cases import module_cases
 from glassengine.judge.pairing.by_value import pair_programs
-from glassengine.judge.pairing.gauge import taken_back
+from glassengine.judge.pairing.gauge import guilty_of, taken_back
 from glassengine.program import export_program, load_model
 
 slow = pytest.mark.slow
@@ -256,3 +256,13 @@ def test_f57_a_mistake_beside_another_gauge_is_the_one_that_is_named(mistake: st
     net, change = Net().eval(), changed(tanh=True) if "gelu" in mistake else changed(eps=1e-3)
     result = glass.check(net, candidate=ported(net, centered, change), inputs=str(tmp_path / "x.pt"))
     assert not result.ok and {origin.site for origin in result.origins} == {mistake}
+
+
+def test_an_origin_that_alone_made_a_result_wrong_is_no_gauge() -> None:
+    program = export_program(load_model(Net().eval()), inputs=[{"ids": IDS}])
+    (result,) = program.output_nodes.values()
+    first, second = (node.name for node in program.graph.nodes if "gelu" in str(node.target))
+    assert guilty_of(program, {first}, [result]) == {first}
+    assert guilty_of(program, {first, second}, [result]) == set()  # either may be the one
+    assert guilty_of(program, {first, result}, [result]) == {result}
+    assert guilty_of(program, {first}, []) == set()

@@ -113,6 +113,32 @@ def test_errors_of_the_inputs_are_not_counted(single: Observed) -> None:
     assert found is not None and found.verdict == "identical"
 
 
+def test_what_reads_and_makes_the_bits_of_the_baseline_is_proven_without_its_kernel(
+    single: Observed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay = Replay(single.program, compiled=True)
+    replay.begin_step({"x": single.x}, single.values)
+    calls: list[str] = []
+    run = replay.ops.called
+    monkeypatch.setattr(replay.ops, "called", lambda claim: calls.append(claim.node.name) or run(claim))
+    product, other = single.node("mul"), single.node("linear")
+    nodes = [n for n in single.program.graph.nodes if is_tensor_node(n) and n.name in single.values]
+    nodes = [n for n in nodes if op_name(n) != "rand_like"]
+    found = {n.name: replay.judge(n, single.values[n.name], None, native=single.values[n.name]) for n in nodes}
+    assert all(one is not None and one.judgement.verdict == "identical" for one in found.values())
+    assert product.name not in calls and other.name in calls  # it reads an input, which was not compared
+    proven = found[product.name]
+    assert proven is not None
+    torch.testing.assert_close(proven.predicted, single.values[product.name].double(), rtol=1e-6, atol=0)
+    assert proven.again(single.values[product.name] * 1.1).verdict == "wrong"
+    # An input that differs is no longer the baseline's: the op is computed on it.
+    changed = {n.name: single.values[n.name] * 1.5 for n in product.all_input_nodes}
+    replay.begin_step({"x": single.x}, {**single.values, **changed})
+    calls.clear()
+    after = replay.judge(product, single.values[product.name], None, native=single.values[product.name])
+    assert calls == [product.name] and after is not None and after.judgement.verdict == "wrong"
+
+
 def test_one_more_rounding_is_legal_for_another_kernel(half: Observed) -> None:
     """A fused kernel uses unrounded registers: a result may be off by a unit in the last place."""
     node = half.node("mul")

@@ -70,8 +70,8 @@ def calibrate() -> list[dict[str, Any]]:
 def measured(backend: Backend) -> dict[str, Any]:
     """Return an entry of the table: the errors of a back-end's kernels on this processor."""
     dtypes = [name for name in backend.capabilities.dtypes if name in ("float32", "float16")]
-    found: dict[str, dict[str, KernelError]] = {name: sweep(backend, getattr(torch, name)) for name in dtypes}
-    return {"schema_version": SCHEMA_VERSION, **_key(backend), "errors": Kernels(found).to_dict()}
+    errors: dict[str, dict[str, KernelError]] = {name: sweep(backend, getattr(torch, name)) for name in dtypes}
+    return {"schema_version": SCHEMA_VERSION, **_key(backend), "errors": Kernels(errors).to_dict()}
 
 
 @functools.cache

@@ -80,7 +80,7 @@ _TORCH: Mapping[str, tuple[Callable[[Tensor], Tensor], ...]] = {
 
 def sweep(backend: Backend, dtype: torch.dtype) -> dict[str, KernelError]:
     """Return op -> error of the kernels of a back-end in a dtype; operators that it does not take are left out."""
-    found: dict[str, KernelError] = {}
+    errors: dict[str, KernelError] = {}
     with tempfile.TemporaryDirectory(prefix="glassengine-kernels-") as folder:
         for number, (program, x) in enumerate(_programs(backend, dtype, Path(folder))):
             directory = Path(folder, f"built-{number}")
@@ -95,10 +95,10 @@ def sweep(backend: Backend, dtype: torch.dtype) -> dict[str, KernelError]:
                 continue
             for name, own in _errors(program, x, results):
                 if _is_accuracy(own, unit_roundoff(dtype)):
-                    found[name] = found.get(name, KernelError()).joined(own)
+                    errors[name] = errors.get(name, KernelError()).joined(own)
                 else:
                     logger.info("%s of %s in %s is far from its float64 result: %s", name, backend.name, dtype, own)
-    return found
+    return errors
 
 
 def arguments(kind: str, dtype: torch.dtype) -> Tensor:

@@ -57,8 +57,8 @@ def list_kernels(program: Program, package: Path) -> Network:
                 outputs=tuple(NetworkTensor(node, lines[node].dtype, lines[node].shape) for node in leaving),
             )
         )
-    told = {node for layer in layers for node in layer.nodes}
-    others = [node for node in program.graph.nodes if node.op == "call_function" and node.name not in told]
+    in_layers = {node for layer in layers for node in layer.nodes}
+    others = [node for node in program.graph.nodes if node.op == "call_function" and node.name not in in_layers]
     rest = [node.name for node in others if lines[node.name].dtype not in ("NoneType", "int")]
     note = _NOTE + (f" Nodes that Inductor attributes to no kernel: {', '.join(rest)}." if rest else "")
     inputs = tuple(NetworkTensor(port.node, port.dtype, lines[port.node].shape) for port in program.inputs)

@@ -31,11 +31,11 @@ def one_token_shapes(program: Program) -> dict[str, dict[int, int]]:
     # A program that keeps states takes one token in every step.
     if program.layout is None or "batch" not in sizes or not sizes <= {*_FIXED, "cache"}:
         return {}
-    found = {
+    sizes_of = {
         port.name: {dim: _FIXED[size] for dim, size in enumerate(port.shape) if size in _FIXED}
         for port in program.inputs
     }
-    return {name: fixed for name, fixed in found.items() if fixed}
+    return {name: fixed for name, fixed in sizes_of.items() if fixed}
 
 
 def of_one_token(program: Program) -> ExportedProgram:

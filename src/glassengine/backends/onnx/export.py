@@ -239,9 +239,9 @@ def _rename(graph: Any, inputs: list[str], outputs: list[str]) -> None:
 
 def _check_inputs(program: Program, graph: Any) -> None:
     """Every input is there, and no size that may change was fixed by the conversion."""
-    found = {value.name: tuple(value.shape) for value in graph.inputs}
+    shapes = {value.name: tuple(value.shape) for value in graph.inputs}
     for port in program.inputs:
-        shape = found.get(port.name)
+        shape = shapes.get(port.name)
         fixed = shape is not None and any(
             isinstance(size, str) and isinstance(other, int) for size, other in zip(port.shape, shape, strict=True)
         )

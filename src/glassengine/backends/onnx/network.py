@@ -143,13 +143,13 @@ def _optimize(path: Path, target: Path) -> None:
 def _readable_sizes(graph: Any, program: Program) -> dict[str, str]:
     """Return symbol of the ONNX graph ("s10") -> what the program calls that size ("batch")."""
     ports = {port.name: port.shape for port in program.inputs}
-    found: dict[str, str] = {}
+    readable: dict[str, str] = {}
     for value in graph.input:
         dims = value.type.tensor_type.shape.dim
         for dim, size in zip(dims, ports.get(value.name, ()), strict=False):
             if dim.dim_param.isidentifier() and isinstance(size, str):
-                found.setdefault(dim.dim_param, size)
-    return found
+                readable.setdefault(dim.dim_param, size)
+    return readable
 
 
 def _network(model: Any, producers: Mapping[str, tuple[str, ...]], sizes: Mapping[str, str], note: str) -> Network:

@@ -136,26 +136,38 @@ class ObservedCall:
     """
 
     def __init__(self, module: nn.Module, before: Before, after: After) -> None:
-        self.before = before
         self.after = after
-        self._hook = None
+        self._module, self._before = module, before
+        self._is_attached = False
+        self.attach()
+
+    def attach(self) -> None:
+        """Observe, from the next call on."""
+        if self._is_attached:
+            return
+        module = self._module
+        self.before, self._hook = self._before, None
         if module._forward_pre_hooks:
             self.before = _nothing
-            self._hook = module.register_forward_pre_hook(_Hook(before), with_kwargs=True)
+            self._hook = module.register_forward_pre_hook(_Hook(self._before), with_kwargs=True)
         call = module.__dict__.get(_CALL)
         if not isinstance(call, _Call):
             call = module.__dict__[_CALL] = _Call(module, call)
         self._call = call
         call.observers += (self,)
+        self._is_attached = True
         _Room.enter()
 
     @property
     def was_replaced(self) -> bool:
         """Whether `module.compile()` was called meanwhile: nothing sees its calls any more."""
-        return self._call.module.__dict__.get(_CALL) is not self._call
+        return self._is_attached and self._module.__dict__.get(_CALL) is not self._call
 
     def remove(self) -> None:
         """Observe no more; the module gets its own call back unless it has been compiled meanwhile."""
+        if not self._is_attached:
+            return
+        self._is_attached = False
         call = self._call
         call.observers = tuple(other for other in call.observers if other is not self)
         own = call.module.__dict__

@@ -37,6 +37,7 @@ class Delivery:
     """Gives what a forward shows to an intake."""
 
     def __init__(self, root: nn.Module, paths: Mapping[nn.Module, str], intake: Intake, *, gradients: bool) -> None:
+        self.has_taps = False
         self._caches = CacheSites(root, paths)
         self._intake = intake
         self._gradients = gradients
@@ -87,6 +88,7 @@ class Delivery:
 
     def deliver_tap(self, forward: OpenCalls, name: str, tensor: Tensor) -> None:
         """Deliver a tap of the innermost call."""
+        self.has_taps = True
         if not forward.open or not forward.records or torch.compiler.is_compiling():
             return
         site = tap_site(forward.open[-1][1], name)
@@ -161,6 +163,9 @@ class ModuleHooks:
         self._forks = _Forks.count
         self._handles: dict[str, ObservedCall] = {}
         self._replaced: list[str] = []
+        self._rests = self._is_narrow = self._tells_calls = False
+        self._may_rest = not (gradients or holds_steps)
+        self._resting = threading.Lock()
         self._insides = frozenset(inside for module in self.names.known for inside in out_of_reach(module))
 
     def attach(self) -> None:
@@ -224,6 +229,7 @@ class ModuleHooks:
     @property
     def current_call(self) -> tuple[int, str] | None:
         """Step and path of the innermost call that is open in this thread; None where it is not recorded as one."""
+        self._tells_calls = True
         forward = self._local.forward
         if forward is None or not forward.open or not forward.records:
             return None
@@ -338,7 +344,8 @@ class ModuleHooks:
             self._delivery.deliver_caches(forward, whole=known.is_root)
             if known.is_root:
                 self._entry_points.note_result(forward.step, result)
-                rows = token_ids(args, kwargs, self._first_argument)
+                is_kept = forward.records or not forward.step
+                rows = token_ids(args, kwargs, self._first_argument) if is_kept else []
                 if forward.step == 0 and self.generation:
                     self.generation["prompt_lengths"] = [len(row) for row in rows]
                 self._end(forward, rows, None)
@@ -358,9 +365,41 @@ class ModuleHooks:
             forward.alone.add(known.module)
         forward.in_call = True
         forward.handled = sys.exc_info()[1]
+        if known.is_root:
+            self._rest(forward)
+        else:
+            self._may_rest = False  # parts are called by themselves
         current = forward
         forward.leave.enter_context(tap_sink(lambda name, tensor: self._delivery.deliver_tap(current, name, tensor)))
         return forward
+
+    def _rest(self, forward: OpenCalls) -> None:
+        """Once all of the model was seen: observe what may be recorded, and nothing in a step that is left out."""
+        is_known = self._may_rest and forward.step > 0 and not self._entry_points.may_follow()
+        rests = is_known and not forward.records
+        if rests == self._rests and (self._is_narrow or not is_known):
+            return
+        with self._resting:
+            if is_known and any(one.records and one is not forward for one in list(self._open.values())):
+                return  # in another thread
+            if is_known and not self._is_narrow:
+                for path in self._unwanted():
+                    self._handles.pop(path).remove()
+                self._is_narrow = True
+            if rests != self._rests:
+                self._rests = True
+                for path, handle in self._handles.items():
+                    if path != ROOT:
+                        handle.remove() if rests else handle.attach()
+                # Last, as what is interrupted in between is not attached as a whole.
+                self._rests = rests
+
+    def _unwanted(self) -> list[str]:
+        """Return the paths of modules of which nothing may be recorded; none where others are named by their calls."""
+        several = any(len(known.paths) > 1 or known.is_wrapped for known in self.names.known.values())
+        if several or self._delivery.has_taps or self._tells_calls:
+            return []
+        return [path for path in self._handles if path != ROOT and not self._policy.may_want(path)]
 
     def _continued(self, known: KnownModule, args: Any, kwargs: Any) -> OpenCalls | None:
         """Return the last forward of this thread, if the call of a part of the model goes on where it ended."""

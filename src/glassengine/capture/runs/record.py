@@ -62,7 +62,7 @@ class Recorder:
             raise UsageError("a recorder is entered twice", got=str(self.path), hint="call glass.record again")
         self.path = own_directory(self.path)
         settings = self._settings
-        writer = self._writer = BackgroundWriter(self.path, **settings.writing)
+        writer = self._writer = self.open_writer(settings.writing)
         self._policy.watch(lambda: writer.is_behind)
         policy, (rank, count) = self._policy, _place()
         if settings.watch is not None:
@@ -165,6 +165,10 @@ class Recorder:
             what = f"{path} {why}" if len(unseen) == 1 else f"{len(unseen)} modules, e.g. {path}, which {why}"
             hint = "to see inside, record the model before it is compiled or scripted" if " inside " in why else ""
             _log.warning("not seen: %s%s", what, f"; {hint}" if hint else "")
+
+    def open_writer(self, options: dict[str, Any]) -> BackgroundWriter:
+        """Return what takes the tensors; a recorder that does not write files has another."""
+        return BackgroundWriter(self.path, **options)
 
     @property
     def is_open(self) -> bool:

@@ -146,10 +146,14 @@ class ScriptRecorder:
             return None
         path = self._path(type(getattr(module, "_orig_mod", module)).__name__)
         try:
-            return record(module, path, **self.options).__enter__()
+            return self.recorder_of(module, path).__enter__()
         except GlassError as error:
             self._cannot_record(path, error)
             return None
+
+    def recorder_of(self, module: nn.Module, path: Path) -> Recorder:
+        """Return what records a model that was called for the first time."""
+        return record(module, path, **self.options)
 
     def _cannot_record(self, path: Path, error: GlassError) -> None:
         # The script would run without us.

@@ -59,12 +59,24 @@ def record_script(
         UsageError: There is no such script, or the directory is not empty.
         GlassError: Not everything could be written.
     """
+    recorder = ScriptRecorder(path, **options)
+    return run_recorded(recorder, script, arguments, is_module=is_module, ends_process=ends_process)
+
+
+def run_recorded(
+    recorder: ScriptRecorder,
+    script: str | Path,
+    arguments: Sequence[str],
+    *,
+    is_module: bool = False,
+    ends_process: bool = False,
+) -> RecordedScript:
+    """Run a script as `record_script` does, with a recorder of the caller."""
     status, process = 0, os.getpid()
     with _import_path(str(Path.cwd() if is_module else Path(script).resolve().parent)):
         file = _file_of(str(script)) if is_module else str(Path(script).absolute())
         if not Path(file).is_file():
             asked.script(str(script))
-        recorder = ScriptRecorder(path, **options)
         spawned = SpawnedRecordings(recorder)
         try:
             main = _as_main(file if is_module else str(script), arguments)

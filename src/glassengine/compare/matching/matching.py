@@ -153,13 +153,13 @@ def _by_alias(left: TensorSource, right: TensorSource) -> dict[str, str]:
     """Return name -> name for tensors of two names that share one by an alias that a side knows."""
     ours, theirs = set(_names(left)), set(_names(right))
     our_aliases, their_aliases = _aliases(left), _aliases(right)
-    found: dict[str, str] = {}
+    pairs: dict[str, str] = {}
     for alias in {**our_aliases, **their_aliases}:
         here = alias if alias in ours else our_aliases.get(alias)
         there = alias if alias in theirs else their_aliases.get(alias)
         if here in ours and there in theirs:
-            found.setdefault(str(here), str(there))
-    return found
+            pairs.setdefault(str(here), str(there))
+    return pairs
 
 
 def _other_names(side: TensorSource) -> dict[str, str]:

@@ -127,11 +127,11 @@ def _merged(sequences: Sequence[Sequence[str]]) -> dict[str, int]:
         if known.issuperset(sequence):
             continue
         at = 0
-        where = {site: i for i, site in enumerate(merged)}
+        positions = {site: i for i, site in enumerate(merged)}
         inserts: list[tuple[int, str]] = []
         for site in sequence:
             if site in known:
-                at = where[site] + 1
+                at = positions[site] + 1
             else:
                 inserts.append((at, site))
                 known.add(site)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Told(NamedTuple):
+class Remark(NamedTuple):
     """How a tensor was put together, whether of shares not added up yet, and whether all ranks have the same."""
 
     step: int
@@ -55,8 +55,8 @@ class SourceWrapper:
     @property
     def metadata(self) -> dict[str, Any]:
         """That of the source."""
-        found: dict[str, Any] = self._source.metadata
-        return found
+        metadata: dict[str, Any] = self._source.metadata
+        return metadata
 
     @property
     def complete(self) -> bool:
@@ -77,8 +77,8 @@ class SourceWrapper:
     @property
     def changes(self) -> Mapping[str, Any]:
         """What was done to the source, for the environment of a result."""
-        found: Mapping[str, Any] = getattr(self._source, "changes", {})
-        return found
+        changes: Mapping[str, Any] = getattr(self._source, "changes", {})
+        return changes
 
     def tensor(self, entry: Entry) -> Tensor:
         """Return one of `entries`."""
@@ -119,12 +119,12 @@ class SourceWrapper:
         """Return the same source, with nothing found out about its parts."""
         return self
 
-    def told(self) -> Sequence[Told]:
+    def remarks(self) -> Sequence[Remark]:
         """Return what was found out about the parts of each tensor that was read."""
         return ()
 
-    def note(self, told: Iterable[Told]) -> None:
-        """Take over what a `fresh` source has `told`."""
+    def note(self, remarks: Iterable[Remark]) -> None:
+        """Take over what a `fresh` source remarked."""
 
 
 class OpenedSource(SourceWrapper):

@@ -109,10 +109,10 @@ class Assembly:
 
     def cells(self) -> list[list[int]]:
         """Return the numbers of the parts that share a place, for each place."""
-        found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        by_place: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for i, cell in enumerate(self.way.cells):
-            found[cell].append(i)
-        return list(found.values())
+            by_place[cell].append(i)
+        return list(by_place.values())
 
     def place(self, i: int, reference: Tensor) -> Tensor:
         """Return what `reference` has at the position of part `i`; a cache may be of another length."""
@@ -261,7 +261,7 @@ def factor_of_rows(known: Sequence[tuple[Assembly, Tensor]], num_groups: int | N
         num_groups: How many groups of ranks were given different data; None where the inputs do not tell.
         of_whole: Of how many such groups the counterparts are.
     """
-    found: dict[tuple[int, ...], list[float]] = defaultdict(list)
+    by_shape: dict[tuple[int, ...], list[float]] = defaultdict(list)
     counts: Counter[int] = Counter()
     for assembly, reference in known:
         if assembly.differ:
@@ -271,12 +271,12 @@ def factor_of_rows(known: Sequence[tuple[Assembly, Tensor]], num_groups: int | N
         for i, part in enumerate(assembly.parts):
             factor = factor_of(part.tensor, assembly.place(i, reference))
             if factor is not None:
-                found[part.ranks].append(factor)
-    if not found or not counts:
+                by_shape[part.ranks].append(factor)
+    if not by_shape or not counts:
         return 1
     count = (counts.most_common(1)[0][0] if num_groups is None else num_groups) / of_whole
     # One rank with such gradients shows what those of the others are to be.
-    middles = map(statistics.median, found.values())
+    middles = map(statistics.median, by_shape.values())
     return count if any(abs(middle - count) <= _SAME_FACTOR * count for middle in middles) else 1
 
 
@@ -311,11 +311,11 @@ def errors_of_ranks(
         factor: How many times the whole's the parts are.
         local_parts: Rank, values and entry of what each process recorded.
     """
-    found: dict[int, float] = {}
+    errors: dict[int, float] = {}
     for i, part in enumerate(assembly.parts):
         there, tensor = assembly.place(i, reference), part.tensor / factor if factor != 1 else part.tensor
         if len(part.ranks) == 1:
-            found[part.ranks[0]] = error_of(tensor, there)
+            errors[part.ranks[0]] = error_of(tensor, there)
             continue
         local: list[Local] = [
             (rank, of_rank, one.sharding)
@@ -325,5 +325,5 @@ def errors_of_ranks(
         by = owners(local)
         if by is None or tensor.shape != there.shape:
             return None
-        found |= {rank: error_of(tensor[by == rank], there[by == rank]) for rank in part.ranks}
-    return found
+        errors |= {rank: error_of(tensor[by == rank], there[by == rank]) for rank in part.ranks}
+    return errors

@@ -113,11 +113,11 @@ def _by_content(usable: Sequence[tuple[Tensor, Mapping[int, Tensor]]], sizes: tu
 
     rows = {_row(usable, i): i for i in range(sizes[0])}
     ranks = sorted(usable[0][1])
-    found: dict[int, tuple[int | None, ...]] = {}
+    rows_of: dict[int, tuple[int | None, ...]] = {}
     for rank in ranks:
         own = [(whole, {rank: parts[rank]}) for whole, parts in usable]
-        found[rank] = tuple(rows.get(_row(own, i, rank)) for i in range(own[0][1][rank].shape[0]))
-    groups = {at: number for number, at in enumerate(dict.fromkeys(found.values()))}
+        rows_of[rank] = tuple(rows.get(_row(own, i, rank)) for i in range(own[0][1][rank].shape[0]))
+    groups = {at: number for number, at in enumerate(dict.fromkeys(rows_of.values()))}
     dealt = [row for at in groups for row in at]
     if (
         len(rows) < sizes[0]
@@ -128,8 +128,8 @@ def _by_content(usable: Sequence[tuple[Tensor, Mapping[int, Tensor]]], sizes: tu
     others: tuple[None, ...] = (None,) * (len(sizes) - 1)
     return DataLayout(
         sizes,
-        {rank: (torch.tensor(at), *others) for rank, at in found.items()},
-        {rank: groups[at] for rank, at in found.items()},
+        {rank: (torch.tensor(at), *others) for rank, at in rows_of.items()},
+        {rank: groups[at] for rank, at in rows_of.items()},
     )
 
 

@@ -76,12 +76,12 @@ def local_names(source: TensorSource, whole: TensorSource) -> LocalNames:
             continue
         if any(min(own) != min(ours[pattern]) or not own < ours[pattern] for own in theirs.values()):
             continue
-        told = {
+        by_offset = {
             rank: _offset(source, whole, there, names, rank, by_rank[rank], pattern, ours[pattern], own)
             for rank, own in theirs.items()
         }
         usual = _in_order(theirs, len(ours[pattern]))
-        offsets = {rank: usual[rank] if offset is None else offset for rank, offset in told.items()}
+        offsets = {rank: usual[rank] if offset is None else offset for rank, offset in by_offset.items()}
         covered = {number + offsets[rank] for rank, own in theirs.items() for number in own}
         if covered == ours[pattern]:
             names.offsets |= {(rank, pattern): offset for rank, offset in offsets.items()}
@@ -104,7 +104,7 @@ def numbers_of_shares(source: TensorSource, other: TensorSource) -> tuple[dict[t
         for entry in side.entries:
             by_rank[entry.rank][entry.site] = None
         sides.append({rank: _numbers(sites) for rank, sites in by_rank.items()})
-    found: dict[tuple[int, str], int] = {}
+    offsets: dict[tuple[int, str], int] = {}
     undecided: set[str] = set()
     for pattern in {pattern for lists in sides[0].values() for pattern in lists}:
         own, theirs = ({rank: lists[pattern] for rank, lists in side.items() if pattern in lists} for side in sides)
@@ -114,10 +114,10 @@ def numbers_of_shares(source: TensorSource, other: TensorSource) -> tuple[dict[t
         if len(own) < 2 or not theirs or counts[0] == counts[1] or len(starts) > 1:
             continue
         if max(map(len, counts)) == 1 and total == sum(map(len, theirs.values())):
-            found |= {(rank, pattern): offset for rank, offset in _in_order(own, total).items()}
+            offsets |= {(rank, pattern): offset for rank, offset in _in_order(own, total).items()}
         else:
             undecided.add(pattern)
-    return found, undecided
+    return offsets, undecided
 
 
 def is_in_lists(site: str, patterns: Collection[str]) -> bool:
@@ -127,12 +127,12 @@ def is_in_lists(site: str, patterns: Collection[str]) -> bool:
 
 def _numbers(sites: Iterable[str]) -> dict[str, set[int]]:
     """Return for each list of modules, its own numbers as `#`, the numbers of those in it."""
-    found: dict[str, set[int]] = defaultdict(set)
+    numbers: dict[str, set[int]] = defaultdict(set)
     for site in dict.fromkeys(sites):
         path = site.partition(":")[0]
         for match in _NUMBER.finditer(path):
-            found[_NUMBER.sub("#", path[: match.start()])].add(int(match[0]))
-    return found
+            numbers[_NUMBER.sub("#", path[: match.start()])].add(int(match[0]))
+    return numbers
 
 
 def _renumbered(site: str, offset: Callable[[str], int]) -> str:

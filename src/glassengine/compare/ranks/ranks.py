@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from glassengine.compare.matching.padding import CACHES
 from glassengine.compare.matching.phases import is_of_activation, is_of_parameter
-from glassengine.compare.matching.source_wrapper import SourceWrapper, Told
+from glassengine.compare.matching.source_wrapper import Remark, SourceWrapper
 from glassengine.compare.ranks.assembly import (
     COPIES,
     HOW,
@@ -101,7 +101,7 @@ class AssembledRanks(SourceWrapper):
     @property
     def arrangements(self) -> Mapping[str, int]:
         """How the tensors that were read were put together -> how many, most frequent first."""
-        found = Counter(self._arranged.values())
+        counts = Counter(self._arranged.values())
         if self._names.offsets:
             moved = sum(
                 1
@@ -109,12 +109,12 @@ class AssembledRanks(SourceWrapper):
                 for part in parts
                 if self._names.of(part.rank, part.site) != part.site
             )
-            found["under the numbers of the whole, which a rank counts from its own first module"] = moved
+            counts["under the numbers of the whole, which a rank counts from its own first module"] = moved
         if self._names.of_stages:
-            found["inputs and results of stages and wrappers, judged as those of their modules"] = len(
+            counts["inputs and results of stages and wrappers, judged as those of their modules"] = len(
                 self._names.of_stages
             )
-        return dict(found.most_common())
+        return dict(counts.most_common())
 
     def expect(self, entry: Entry, source: TensorSource, counterpart: Entry) -> None:
         """Note that the whole of `entry` is judged against `counterpart`, of `source`."""
@@ -360,13 +360,13 @@ class AssembledRanks(SourceWrapper):
         found._begin()
         return found
 
-    def told(self) -> list[Told]:
+    def remarks(self) -> list[Remark]:
         """Return what was found of each tensor that was read."""
-        return [Told(*key, how, *self._standing(key)) for key, how in self._arranged.items()]
+        return [Remark(*key, how, *self._standing(key)) for key, how in self._arranged.items()]
 
-    def note(self, told: Iterable[Told]) -> None:
-        """Take over what a `fresh` one has `told`."""
-        for one in told:
+    def note(self, remarks: Iterable[Remark]) -> None:
+        """Take over what a `fresh` one remarked."""
+        for one in remarks:
             key = one.step, one.site
             self._arranged[key], self._told[key] = one.how, (one.is_open, one.is_same)
 

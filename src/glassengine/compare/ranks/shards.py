@@ -35,21 +35,21 @@ def meshes(parts: Sequence[Entry], groups: Mapping[int, int] | None = None) -> l
         parts: Of all ranks.
         groups: Rank -> which data it was given; ranks of one mesh that is not named have the same.
     """
-    found: dict[tuple[object, ...], list[Entry]] = defaultdict(list)
+    by_mesh: dict[tuple[object, ...], list[Entry]] = defaultdict(list)
     num_seen: dict[tuple[object, ...], int] = defaultdict(int)
     shardings = [part.sharding for part in parts if part.sharding is not None]
     is_one = len(parts) <= math.prod(shardings[0].mesh)
     for part, sharding in zip(parts, shardings, strict=True):
         if sharding.ranks:
-            found[sharding.ranks].append(part)
+            by_mesh[sharding.ranks].append(part)
         elif is_one:
-            found[()].append(part)
+            by_mesh[()].append(part)
         else:
             group = groups.get(part.rank) if groups is not None and len(set(groups.values())) > 1 else None
             place = (group, sharding.coordinate)
-            found[group, num_seen[place]].append(part)
+            by_mesh[group, num_seen[place]].append(part)
             num_seen[place] += 1
-    return list(found.values())
+    return list(by_mesh.values())
 
 
 def why_not_assembled(parts: Sequence[Entry]) -> str | None:

@@ -59,8 +59,8 @@ def shares(pairs: Packed, judged: Sequence[MatchedPair]) -> dict[int, list[int]]
     for i, pair in enumerate(pairs):
         if pair.verdict not in FLAGGED and ":grad_" in pair.site:
             right[_like(judged[i].baseline)].append(i)
-    found = {i: right[_like(judged[i].baseline)] for i in flagged[:_MAX_SHARES]}
-    return {i: sums for i, sums in found.items() if sums}
+    candidates = {i: right[_like(judged[i].baseline)] for i in flagged[:_MAX_SHARES]}
+    return {i: sums for i, sums in candidates.items() if sums}
 
 
 def sum_of(share: Entry, sums: Sequence[Entry], left: TensorSource) -> int | None:

@@ -286,10 +286,10 @@ def _on_meshes(
 
 
 def _coordinates(number: int, axes: Sequence[tuple[int, int]]) -> dict[int, int]:
-    found = {}
+    coordinates = {}
     for dim, size in reversed(axes):
-        number, found[dim] = divmod(number, size)
-    return found
+        number, coordinates[dim] = divmod(number, size)
+    return coordinates
 
 
 def _share(at: int, count: int, size: int, pieces: tuple[int, ...] | None) -> Tensor:

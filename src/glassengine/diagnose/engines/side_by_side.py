@@ -200,7 +200,7 @@ def _time(
 
 
 def _column(
-    engine: Engine, options: Mapping[str, str], times: Mapping[str, Any], found: Mapping[str, Any]
+    engine: Engine, options: Mapping[str, str], times: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> EngineColumn:
     return EngineColumn(
         engine=str(engine.directory),
@@ -209,7 +209,7 @@ def _column(
         dtype=engine.manifest.dtype,
         added_outputs=tuple(engine.added_outputs),
         options=options,
-        **{**sizes(engine), **times, **found},
+        **{**sizes(engine), **times, **facts},
     )
 
 

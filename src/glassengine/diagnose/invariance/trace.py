@@ -333,8 +333,9 @@ class Search:
         different = [] if is_drawn else [i for i, same in enumerate(inputs) if same is False]
         origins = [a.origins[i] for i in different if i < len(a.origins)]
         if not different and (a.inputs or b.inputs):
-            if a.settings != b.settings:
-                return CallDifference("argument", (a, b), view, size, _first_other(a.settings, b.settings))
+            other = _first_other(a.settings, b.settings)
+            if other is not None:
+                return CallDifference("argument", (a, b), view, size, other)
             has_others = len(a.inputs) != len(b.inputs) or None in inputs
             detail = "it gets a mask, or other shapes" if has_others else None
             return CallDifference("operation", (a, b), view, size, detail)
@@ -374,9 +375,10 @@ def _made_by(indices: Sequence[CallDifference], op: TracedOp) -> str | None:
     return None
 
 
-def _first_other(a: Mapping[str, float | str], b: Mapping[str, float | str]) -> str:
-    name = next(name for name in {**a, **b} if a.get(name) != b.get(name))
-    return f"its argument {name!r} is {a.get(name)!r} on one side and {b.get(name)!r} on the other"
+def _first_other(a: Mapping[str, float | str], b: Mapping[str, float | str]) -> str | None:
+    # An argument that one side does not have, as of another overload, is no cause.
+    name = next((name for name in a if name in b and a[name] != b[name]), None)
+    return None if name is None else f"its argument {name!r} is {a[name]!r} on one side and {b[name]!r} on the other"
 
 
 def _by_rows(a: TracedOp, b: TracedOp) -> float | None:

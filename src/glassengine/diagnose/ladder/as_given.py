@@ -238,8 +238,8 @@ def _changed(step: Mapping[str, Any]) -> dict[str, Any] | None:
         moved += 1
         return value.roll(1, -1) if value.shape[-1] > 1 else value.roll(1)
 
-    found = {name: move(value) for name, value in step.items()}
-    return found if moved else None
+    changed = {name: move(value) for name, value in step.items()}
+    return changed if moved else None
 
 
 def _signal(baseline: torch.Tensor, value: torch.Tensor | None) -> float:
@@ -283,13 +283,13 @@ def with_order(found: Findings, candidate: LoadedModel | None) -> Findings:
     if candidate is None or candidate.stored is None:
         return found
     places = {name: place for place, name in enumerate(results_of(candidate.stored))}
-    own = {
+    names = {
         int(one.name): one.candidate_name
         for one in found.results
         if one.name.isdigit() and one.candidate_name in places and not one.candidate_name.isdigit()
     }
-    moved = {place: name for place, name in own.items() if places[name] != place}
-    if moved and {places[name] for name in own.values()} == own.keys():
+    moved = {place: name for place, name in names.items() if places[name] != place}
+    if moved and {places[name] for name in names.values()} == names.keys():
         order = ", ".join(
             f"result {place} is {name}, its number {places[name]}" for place, name in sorted(moved.items())
         )

@@ -38,13 +38,13 @@ def bisect_release(climb: Climb, backend: str | None, progress: Progress) -> Non
         return
     program = climb.built or climb.program
     # Names of nodes are those of what is built; the baseline's are found by site.
-    own = {node: entry[0].name for node, entry in program.sites.by_node.items()}
+    sites = {node: entry[0].name for node, entry in program.sites.by_node.items()}
     ours = {site.name: site.node for site in climb.program.sites if site.kind == "op"}
     plan = observable(climb, program)
-    nodes = [node for node in plan.added if own.get(node) in ours and node in float_nodes(program, ("op",))]
+    nodes = [node for node in plan.added if sites.get(node) in ours and node in float_nodes(program, ("op",))]
     last = program.output_nodes[next(n for n, node in climb.program.output_nodes.items() if node == wrong[0])]
     progress(Work.BISECTING.says(f"bisecting among {len(nodes)} ops: at most {most_builds(len(nodes))} builds"))
-    seen: dict[str, Score] = {}
+    scores: dict[str, Score] = {}
 
     def observe(asked: Sequence[str]) -> tuple[Collection[str], bool]:
         progress(Work.BISECTING.says(f"building with outputs at {', '.join(asked)}"))
@@ -56,8 +56,8 @@ def bisect_release(climb: Climb, backend: str | None, progress: Progress) -> Non
             model = climb.chooser()
             judge(climb, [Score(model, climb.program), score], model=model)
         flagged = {pair.site for pair in score.pairs if pair.verdict in FLAGGED}
-        bad = [node for node in asked if own[node] in flagged]
-        seen.update(dict.fromkeys(bad, score))
+        bad = [node for node in asked if sites[node] in flagged]
+        scores.update(dict.fromkeys(bad, score))
         results = {climb.program.sites.by_node[node][0].name for node in climb.program.output_nodes.values()}
         return bad, bool(flagged & results)
 
@@ -65,23 +65,23 @@ def bisect_release(climb: Climb, backend: str | None, progress: Progress) -> Non
         found = bisect(program, nodes, last, observe)
     for node in found.vanished:
         reason = "as an output of the engine it makes the mistake vanish"
-        climb.skipped.append(Skipped(own[node], "candidate", reason, level=Place.BISECTION))
+        climb.skipped.append(Skipped(sites[node], "candidate", reason, level=Place.BISECTION))
     if found.first_wrong is None:
-        _note(release, wrong[0], found.suspects, own, found.num_builds)
+        _note(release, wrong[0], found.suspects, sites, found.num_builds)
         return
-    score = seen[found.first_wrong]
+    score = scores[found.first_wrong]
     climb.scores.insert(climb.scores.index(release), score)
-    _note(score, ours[own[found.first_wrong]], found.suspects, own, found.num_builds)
+    _note(score, ours[sites[found.first_wrong]], found.suspects, sites, found.num_builds)
 
 
-def _note(score: Score, node: str, suspects: Sequence[str], own: dict[str, str], num_builds: int) -> None:
+def _note(score: Score, node: str, suspects: Sequence[str], sites: dict[str, str], num_builds: int) -> None:
     """Say on the divergence how far the search came."""
     divergence = score.divergences.get(node)
     if divergence is None:
         return
     text = f"{num_builds} builds: everything that feeds this op is right"
     if len(suspects) > 1:
-        named = ", ".join(own.get(suspect, suspect) for suspect in suspects[:5])
+        named = ", ".join(sites.get(suspect, suspect) for suspect in suspects[:5])
         text = f"{num_builds} builds: one of {len(suspects)} ops made it wrong: {named}"
     hints = (Hint("other", text, 1.0, evidence="bisection"), *divergence.hints)
     score.divergences[node] = dataclasses.replace(divergence, hints=hints)

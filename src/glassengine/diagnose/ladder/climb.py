@@ -139,11 +139,11 @@ def engine_nodes(climb: Climb, engine: Engine, observed: Sequence[str]) -> dict[
 
 def result_nodes(baseline: Program, engine: Engine) -> dict[str, tuple[str, str, str]]:
     """Baseline node -> (output name, engine site, method) for results and updated caches."""
-    own = {entry.name: entry.node for entry in engine.manifest.outputs}
+    node_of = {entry.name: entry.node for entry in engine.manifest.outputs}
     nodes = {}
     for name, node in baseline.output_nodes.items():
-        if name in own:
-            sites = engine.sites.by_node.get(own[name])
+        if name in node_of:
+            sites = engine.sites.by_node.get(node_of[name])
             nodes[node] = (name, sites[0].name if sites else name, "name")
     return nodes
 

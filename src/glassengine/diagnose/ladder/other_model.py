@@ -13,7 +13,7 @@ from glassengine.backends.accuracy.calibration import kernels_of
 from glassengine.diagnose.ladder.climb import Climb, nodes, skip_unpaired
 from glassengine.diagnose.ladder.levels import replay_of, start
 from glassengine.diagnose.ladder.step_by_step import StepStage, program_of, specialized
-from glassengine.errors import UsageError
+from glassengine.errors import UsageError, first_line
 from glassengine.judge.pairing.by_value import pair_programs
 from glassengine.judge.pairing.weights import compare_paired_weights, compare_weights, states_alike, weights_of
 from glassengine.judge.replay.replay import Cut, Replay
@@ -58,6 +58,19 @@ def add_model(
     if exported is None:
         progress(Work.EXPORTING_CANDIDATE.says("exporting the candidate"))
         exported = program_of(candidate)
+    if not isinstance(exported, UsageError):
+        if arguments is not None:
+            # The inputs of both have one name, by which they are given and paired.
+            renamed = tuple(replace(port, name=arguments.ours(port.name)) for port in exported.inputs)
+            exported = replace(exported, inputs=renamed)
+        progress(Work.PAIRING.says("pairing the two programs"))
+        try:
+            by_node = pair_programs(climb.program, exported, climb.cases)
+        except RuntimeError as error:
+            if candidate.stored is None:
+                raise
+            # A file may hold a graph that fails on these inputs; its own runtime says so where the results are made.
+            exported = UsageError("its graph does not run", got=first_line(error))
     if isinstance(exported, UsageError):
         if grafts:
             raise UsageError("--graft needs a candidate that can be exported", got=exported.what)
@@ -66,12 +79,6 @@ def add_model(
         climb.weights = _weights_by_name(climb, candidate)
     else:
         program = exported
-        if arguments is not None:
-            # The inputs of both have one name, by which they are given and paired.
-            renamed = tuple(replace(port, name=arguments.ours(port.name)) for port in program.inputs)
-            program = replace(program, inputs=renamed)
-        progress(Work.PAIRING.says("pairing the two programs"))
-        by_node = pair_programs(climb.program, program, climb.cases)
         climb.weights = compare_paired_weights(climb.program, program, nodes(by_node))
         same = candidate.dtype == climb.baseline.dtype
         options: dict[str, Any] = {

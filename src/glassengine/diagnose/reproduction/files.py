@@ -150,7 +150,7 @@ def _is_left(path: Path) -> bool:
 
 def _with_issue(files: dict[str, bytes], found: Reproduction) -> dict[str, bytes]:
     """Return the files of a reproduction with the report of it."""
-    others = {name: content for name, content in files.items() if name not in (TEST, ABOUT)}
+    contents = {name: content for name, content in files.items() if name not in (TEST, ABOUT)}
     values = list(zip(found.expected, found.actual, found.allowed, strict=True)) if found.actual else []
     names: dict[str, Any] = {}
     tool = found.software if found.runner == "recorded" else found.runner.removeprefix("aot_")
@@ -160,7 +160,7 @@ def _with_issue(files: dict[str, bytes], found: Reproduction) -> dict[str, bytes
         tool = None  # The script exports the graph; there is no file.
     elif tool == "inductor" and found.candidate is not None:
         names = {"arguments": list(_of(found.candidate, _named(found)[0], "c").values())}
-    text = issue(found.about, files[TEST].decode(), others, values, tool=tool, **names)
+    text = issue(found.about, files[TEST].decode(), contents, values, tool=tool, **names)
     return {**files, ISSUE: text.encode()}
 
 
@@ -247,10 +247,10 @@ def _of(piece: Piece, names: Mapping[str, str], side: str) -> dict[str, str]:
 def _origin(found: Reproduction, names: Mapping[str, str], name: str, tensor: torch.Tensor) -> str:
     keys = [key for key, short in names.items() if short == name]
     sides = {"e": "baseline", "c": "candidate"}
-    told = dict.fromkeys(found.weights.get(key, found.sites.get(key, key[2:])) for key in keys)
+    labels = dict.fromkeys(found.weights.get(key, found.sites.get(key, key[2:])) for key in keys)
     dtype = str(tensor.dtype).removeprefix("torch.")
     where = " and ".join(dict.fromkeys(sides[key[0]] for key in keys))
-    return f"{', '.join(told)} ({where}) {dtype}[{', '.join(map(str, tensor.shape))}]"
+    return f"{', '.join(labels)} ({where}) {dtype}[{', '.join(map(str, tensor.shape))}]"
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:

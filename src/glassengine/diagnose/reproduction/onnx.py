@@ -60,8 +60,8 @@ def onnx_files(
         UsageError: The nodes cannot be written as a file of their own.
     """
     model, inputs = one_piece(program, piece, actual or expected)
-    told = {**about, "inputs": ", ".join(f"{k} {v.dtype}{list(v.shape)}" for k, v in inputs.items())}
-    lines = "\n".join(f"# {label:<9} {comment(str(text))}" for label, text in told.items())
+    described = {**about, "inputs": ", ".join(f"{k} {v.dtype}{list(v.shape)}" for k, v in inputs.items())}
+    lines = "\n".join(f"# {label:<9} {comment(str(text))}" for label, text in described.items())
     test = HEADER.format(version=versions()["glassengine"], needs=NEEDS[runner], about=lines)
     test += CHECK + RUNNERS[runner] + TEST
     outputs = {f"output{i}": value for i, value in enumerate(expected)}
@@ -72,7 +72,9 @@ def onnx_files(
         "inputs.npz": _npz(inputs),
         "expected.npz": _npz({name: value.numpy() for name, value in outputs.items()}),
         "actual.npz": _npz({f"output{i}": _array(value) for i, value in enumerate(actual)}),
-        "reproduction.json": (json.dumps({**told, "runner": runner, "versions": versions()}, indent=1) + "\n").encode(),
+        "reproduction.json": (
+            json.dumps({**described, "runner": runner, "versions": versions()}, indent=1) + "\n"
+        ).encode(),
     }
 
 

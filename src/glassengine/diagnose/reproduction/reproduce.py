@@ -121,8 +121,8 @@ def _reproduce_onnx(directory: Path, recorded: Reproduction, evidence: Evidence)
     last: Reproduction | None = None
     for depth, region in _regions(evidence):
         runner = evidence.backend if evidence.backend in ("onnxruntime", "openvino") else "onnxruntime"
-        own = {**recorded.about, "shown by": f"{runner} alone"}
-        found = replace(recorded, about=own, runner=runner, candidate=region, graph=evidence.program)
+        facts = {**recorded.about, "shown by": f"{runner} alone"}
+        found = replace(recorded, about=facts, runner=runner, candidate=region, graph=evidence.program)
         last = last or replace(found, about=recorded.about, runner="recorded")
         found = found if depth == 1 else _of_region(found, region)
         if _shows(found):
@@ -142,12 +142,12 @@ def _attempts(recorded: Reproduction, evidence: Evidence) -> Iterator[Reproducti
     piece = evidence.candidate()
     if piece is None:
         return
-    own = {**recorded.about, "shown by": "the candidate's graph in eager mode"}
-    yield replace(recorded, about=own, runner="eager", candidate=piece)
+    facts = {**recorded.about, "shown by": "the candidate's graph in eager mode"}
+    yield replace(recorded, about=facts, runner="eager", candidate=piece)
     for depth, region in _regions(evidence):
         for runner, settings in _RUNNERS.get(evidence.backend or "", ()):
-            own = {**recorded.about, "shown by": f"{len(region.ops)} ops compiled by {runner}"}
-            found = replace(recorded, about=own, runner=runner, settings=settings, candidate=region)
+            facts = {**recorded.about, "shown by": f"{len(region.ops)} ops compiled by {runner}"}
+            found = replace(recorded, about=facts, runner=runner, settings=settings, candidate=region)
             yield found if depth == 1 else _of_region(found, region)
 
 
@@ -208,10 +208,10 @@ def reproduce_bisection(directory: Path, bisection: Bisection, piece: Piece) -> 
         "ops": ", ".join(op.op for op in bisection.ops),
         "source": next((op.source for op in bisection.ops if op.source), None),
     }
-    told = {label: text for label, text in about.items() if text is not None}
+    facts = {label: text for label, text in about.items() if text is not None}
     for runner, settings in _RUNNERS.get(bisection.backend, ()):
         settings = {**settings, **(compiler_settings() if bisection.backend == "inductor" else {})}
-        found = Reproduction(told, runner, piece, piece, exact, allowed, (), weights={}, settings=settings)
+        found = Reproduction(facts, runner, piece, piece, exact, allowed, (), weights={}, settings=settings)
         try:
             # What kills its process is written without being tried in this one.
             if bisection.failure == "crash" or _shows(found, raising=bisection.failure != "accuracy"):
@@ -235,7 +235,7 @@ def _allowed(reference: Reference) -> torch.Tensor:
 
 def _about(divergence: Divergence) -> dict[str, Any]:
     """What a reproduction tells its reader."""
-    told = {
+    facts = {
         "site": divergence.site,
         "candidate": divergence.candidate_site,
         "source": divergence.source,
@@ -244,4 +244,4 @@ def _about(divergence: Divergence) -> dict[str, Any]:
         "verdict": divergence.verdict,
         "hint": "; ".join(hint.text for hint in divergence.hints) or None,
     }
-    return {label: value for label, value in told.items() if value is not None}
+    return {label: value for label, value in facts.items() if value is not None}

@@ -60,8 +60,8 @@ class _GraphSide(Side):
     def step(self, inputs: Given) -> None:
         """Run the graph."""
         assert not isinstance(inputs, StepInputs)
-        found = dict(zip(self.nodes, self.run(), strict=True))
-        self._values = {node: value for node, value in found.items() if isinstance(value, torch.Tensor)}
+        values = dict(zip(self.nodes, self.run(), strict=True))
+        self._values = {node: value for node, value in values.items() if isinstance(value, torch.Tensor)}
         if self.replay is not None:
             self.replay.begin_step(inputs, self._values)
 

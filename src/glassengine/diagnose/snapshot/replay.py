@@ -82,7 +82,7 @@ def replay(
     notes = [*([note] if note else []), *_differences(found)]
     if not recorded and backend is None and not first_nonfinite:
         notes.append(f"the snapshot does not say what ran it; this is {chosen.name}: --backend NAME for another")
-    told: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "snapshot": str(snapshot),
         "executable": found.name,
         "execution": found.execution,
@@ -97,7 +97,7 @@ def replay(
             if origin is None and was_there:
                 notes.append("node by node the same graph gives finite values: the compiled code made the others")
             ok = origin is None and not was_there
-            return Replayed(**told, ok=ok, first_nonfinite=origin, notes=tuple(notes))
+            return Replayed(**facts, ok=ok, first_nonfinite=origin, notes=tuple(notes))
         if bisect:
             if graph.onnx is not None:
                 raise UsageError(
@@ -109,15 +109,15 @@ def replay(
             if reproduction is not None and piece is not None:
                 progress(Work.WRITING.says("writing a reproduction"))
                 bisection = reproduce_bisection(place(reproduction), bisection, piece)
-            return Replayed(**told, ok=bisection.ok, bisection=bisection, notes=tuple(notes))
+            return Replayed(**facts, ok=bisection.ok, bisection=bisection, notes=tuple(notes))
         if compare or (recorded and chosen.name != recorded):
             comparison = judge_snapshot(found, graph, arguments, chosen, progress)
-            return Replayed(**told, ok=comparison.ok, comparison=comparison, notes=tuple(notes))
+            return Replayed(**facts, ok=comparison.ok, comparison=comparison, notes=tuple(notes))
         outputs, error = _run_again(found, graph, arguments, chosen, progress)
     if found.outputs is None and error is None:
         notes.append("no outputs were recorded, so there is nothing to compare with; --compare judges every op")
     ok = error is None and all(output.same_bits is not False for output in outputs)
-    return Replayed(**told, ok=ok, outputs=outputs, error=error, notes=tuple(notes))
+    return Replayed(**facts, ok=ok, outputs=outputs, error=error, notes=tuple(notes))
 
 
 def _run_again(

@@ -83,14 +83,14 @@ def gradient_program(
 
     def step(state: list[Tensor], given: list[Tensor]) -> list[Tensor]:
         state = [tensor.detach().requires_grad_(name in trained) for name, tensor in zip(named, state, strict=True)]
-        own = dict(zip(named, state, strict=True))
+        parameters = dict(zip(named, state, strict=True))
         arguments = {**inputs, **dict(zip(tensors, given, strict=True))}
         with _watched(module, places):
-            value = loss(torch.func.functional_call(module, own, (), arguments))
+            value = loss(torch.func.functional_call(module, parameters, (), arguments))
         assert value.grad_fn is not None
         setup_stacktrace_preservation_hooks([value.grad_fn])
         fx_traceback.current_meta["nn_module_stack"] = {"": (BACKWARD, "")}
-        found = torch.autograd.grad(value, [own[name] for name in trained], allow_unused=True)
+        found = torch.autograd.grad(value, [parameters[name] for name in trained], allow_unused=True)
         gradients = {name + GRADIENT: g for name, g in zip(trained, found, strict=True) if g is not None}
         made[:] = [LOSS, *gradients]
         return [value.detach(), *gradients.values()]

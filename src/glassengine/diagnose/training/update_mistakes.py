@@ -146,12 +146,12 @@ class Updates:
         finally:
             for group, options in zip(groups, kept, strict=True):
                 group.update(options)
-        found = {f"{name}:param": value.double() for name, value in parameters.items()}
+        tensors = {f"{name}:param": value.double() for name, value in parameters.items()}
         for name, values in kept_by_name.items():
-            found |= {
+            tensors |= {
                 f"{name}:state.{key}": value.double() for key, value in values.items() if isinstance(value, Tensor)
             }
-        return found
+        return tensors
 
     def _late(self, name: str, memory: dict[str, Any]) -> dict[str, Any]:
         zeros = torch.zeros_like(self.step.state[name])

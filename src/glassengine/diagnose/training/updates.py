@@ -61,8 +61,8 @@ def judge_updates(
             if judgement.verdict in FLAGGED and site not in flagged:
                 flagged.add(site)
                 tried = updates.explain(site, exact, native, theirs)
-                told = tried or (Hint(kind_of_option(hint.partition(":")[0]), hint, 1.0, "argument") if hint else None)
-                guesses = () if told is None else (told,)
+                guess = tried or (Hint(kind_of_option(hint.partition(":")[0]), hint, 1.0, "argument") if hint else None)
+                guesses = () if guess is None else (guess,)
                 found.origins.append(
                     Divergence(
                         level="update",

@@ -170,7 +170,7 @@ def _resolved(program: Program, requests: Iterable[OutputRequest]) -> list[_Requ
     """Return the outputs that `requests` name, in the order asked for; raises as `planned_outputs`."""
     inputs = {port.name for port in program.inputs}
     taken = inputs | set(program.output_nodes)
-    found: dict[str, _Requested] = {}
+    resolved: dict[str, _Requested] = {}
     for pattern, alias, cast in requests:
         sites = find_sites(program.sites, pattern)
         for index, site in enumerate(sites):
@@ -179,10 +179,10 @@ def _resolved(program: Program, requests: Iterable[OutputRequest]) -> list[_Requ
             else:
                 is_free = program.output_nodes.get(pattern, site.node) == site.node and pattern not in inputs
                 name = pattern if len(sites) == 1 and pattern in site.aliases and is_free else site.name
-            if name in found and (found[name].site.node, found[name].cast) != (site.node, cast):
+            if name in resolved and (resolved[name].site.node, resolved[name].cast) != (site.node, cast):
                 raise UsageError(
                     f"two outputs would be called {name!r}",
-                    got=f"{found[name].site.name} and {site.name}",
+                    got=f"{resolved[name].site.name} and {site.name}",
                     hint="give each its own name: --add-output SITE=ALIAS",
                 )
             if name in taken and program.output_nodes.get(name) != site.node:
@@ -190,5 +190,5 @@ def _resolved(program: Program, requests: Iterable[OutputRequest]) -> list[_Requ
                     f"an output cannot be called {name!r}: an input or result has this name",
                     hint=f"give it another name: --add-output {site.name}=ALIAS",
                 )
-            found[name] = _Requested(name, site, cast)
-    return list(found.values())
+            resolved[name] = _Requested(name, site, cast)
+    return list(resolved.values())

@@ -194,13 +194,13 @@ def _ranges(program: Program) -> dict[str, tuple[int, int | None]]:
     sizes = {size for port in program.inputs for size in port.shape if isinstance(size, str)}
     limit = sys.maxsize // 2
     smallest = program.metadata.get(SMALLEST, {})
-    found = {}
+    ranges = {}
     for symbol, bounds in program.exported.range_constraints.items():
         if str(symbol) in sizes:
             upper = bounds.upper
             lower = smallest.get(str(symbol), int(bounds.lower))
-            found[str(symbol)] = (lower, int(upper) if upper.is_finite and upper < limit else None)
-    return found
+            ranges[str(symbol)] = (lower, int(upper) if upper.is_finite and upper < limit else None)
+    return ranges
 
 
 def about_build(model: LoadedModel, backend: Backend, passes: Sequence[str]) -> dict[str, Any]:

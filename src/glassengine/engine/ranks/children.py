@@ -132,7 +132,7 @@ class Children:
             except OSError:
                 self._fail(rank, None)
         waiting: set[int] = {0} if of_first else set(range(self.mesh.size))
-        found: dict[int, Message] = {}
+        answers: dict[int, Message] = {}
         while waiting:
             ready, _, _ = select.select(self._connections, [], [])
             for connection in ready:
@@ -143,9 +143,9 @@ class Children:
                     message = None
                 if message is None or "error" in message[0]:
                     self._fail(rank, message and message[0]["error"])
-                found[rank] = message
+                answers[rank] = message
                 waiting.discard(rank)
-        return found[0]
+        return answers[0]
 
     def _fail(self, rank: int, error: Mapping[str, Any] | None) -> NoReturn:
         """End all ranks, and raise what the first one that failed says or left behind.

@@ -53,8 +53,8 @@ def join(mesh: Mesh, rank: int, device: str, rendezvous: str | None = None) -> N
     if device == "cuda":
         torch.cuda.set_device(environment.local_rank())
     if not dist.is_initialized():
-        where: dict[str, Any] = {"init_method": f"file://{rendezvous}"} if rendezvous else {}
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=mesh.size, **where)
+        options: dict[str, Any] = {"init_method": f"file://{rendezvous}"} if rendezvous else {}
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=mesh.size, **options)
     if dist.get_world_size() != mesh.size:
         raise UsageError(
             "the process group has another size than the engine",

@@ -106,15 +106,15 @@ class ParallelEngine(Engine):
     def _weights(self) -> dict[str, torch.Tensor]:
         """The weights of the whole program, put together from those of the ranks."""
         mesh, placements = mesh_of(self.manifest), self.manifest.placements
-        found: dict[str, torch.Tensor] = {}
+        weights: dict[str, torch.Tensor] = {}
         for stage in range(mesh.pipeline):
             own = range(stage * mesh.tensor, (stage + 1) * mesh.tensor)
             parts = [files.load_weights(part_of(self.directory, rank) / files.WEIGHTS) for rank in own]
-            for name in parts[0].keys() - found.keys():
+            for name in parts[0].keys() - weights.keys():
                 cut = placements.get(name)
                 shards = [part[name] for part in parts]
-                found[name] = shards[0] if cut is None else whole_of(shards, ShardPlacement(cut.axis, cut.blocks))
-        return found
+                weights[name] = shards[0] if cut is None else whole_of(shards, ShardPlacement(cut.axis, cut.blocks))
+        return weights
 
 
 def _no_session(inputs: Any) -> Any:

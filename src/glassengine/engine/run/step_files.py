@@ -233,7 +233,7 @@ def _lacks_numpy(tensor: torch.Tensor) -> bool:
 
 def _note(name: str, tensor: torch.Tensor) -> dict[str, str]:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    found = {"name": name, "dtype": dtype}
+    entry = {"name": name, "dtype": dtype}
     if _lacks_numpy(tensor):
-        found["note"] = f"numpy has no {dtype}: stored as float32, which holds every value of it"
-    return found
+        entry["note"] = f"numpy has no {dtype}: stored as float32, which holds every value of it"
+    return entry

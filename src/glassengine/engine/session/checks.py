@@ -245,10 +245,12 @@ def results_of(
     Raises:
         CorruptError: A file of it says that it gives something else.
     """
-    found = {entry.name: outputs.get(entry.name, inputs.get(past_of.get(entry.name, ""))) for entry in manifest.outputs}
-    results = {name: value for name, value in found.items() if value is not None}
-    if len(results) < len(found):
-        absent = next(name for name in found if name not in results)
+    returned = {
+        entry.name: outputs.get(entry.name, inputs.get(past_of.get(entry.name, ""))) for entry in manifest.outputs
+    }
+    results = {name: value for name, value in returned.items() if value is not None}
+    if len(results) < len(returned):
+        absent = next(name for name in returned if name not in results)
         raise CorruptError(f"the engine {manifest.name!r} gives no {absent!r}", got=", ".join(outputs))
     return results
 

@@ -59,13 +59,13 @@ class PieceOutputs(Mapping[str, torch.Tensor]):
 
     def joinable(self) -> dict[str, torch.Tensor]:
         """Return all outputs that have a value for the whole prefill."""
-        found = {}
+        joinable = {}
         for name in self:
             try:
-                found[name] = self[name]
+                joinable[name] = self[name]
             except UsageError:
                 continue
-        return found
+        return joinable
 
     @functools.cached_property
     def _rows_are_batch_major(self) -> bool:

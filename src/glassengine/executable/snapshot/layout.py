@@ -114,12 +114,12 @@ class SnapshotEntry:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of `meta.json`: everything that is not the default."""
-        found = {}
+        document = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.default is dataclasses.MISSING or value != field.default:
-                found[field.name] = list(value) if isinstance(value, tuple) else value
-        return found
+                document[field.name] = list(value) if isinstance(value, tuple) else value
+        return document
 
 
 def plain_entry(name: str, kind: str, value: Any) -> SnapshotEntry:

@@ -238,11 +238,11 @@ def _flags(text: str) -> dict[str, str]:
         words = shlex.split(text)
     except ValueError:
         words = text.split()
-    found = {}
+    flags = {}
     for word in words:
         name, equals, value = word.partition("=")
-        found[name.lstrip("-")] = value if equals else "1"
-    return found
+        flags[name.lstrip("-")] = value if equals else "1"
+    return flags
 
 
 add_source(requested_taker)

@@ -140,27 +140,29 @@ class SnapshotTaker:
         return ask_callback(execution.executable.name, execution.device_index, execution.number)
 
     def _require_finite(self, execution: Execution, pending: _Pending) -> None:
-        found = {name: kinds for name, tensor in probe(_results(execution)) if any(kinds := kinds_of(tensor))}
-        found = {name: kinds for name, kinds in found.items() if not self._is_mask(execution, name, kinds)}
-        if not found:
+        nonfinite = {name: kinds for name, tensor in probe(_results(execution)) if any(kinds := kinds_of(tensor))}
+        nonfinite = {name: kinds for name, kinds in nonfinite.items() if not self._is_mask(execution, name, kinds)}
+        if not nonfinite:
             return
         finding = None
-        if not any(kinds.nan for kinds in found.values()):
-            finding = self._examine(execution, pending, found)
-            if _is_explained(finding, found, pending):
-                self._masks |= {(execution.executable.number, name): kinds for name, kinds in found.items()}
+        if not any(kinds.nan for kinds in nonfinite.values()):
+            finding = self._examine(execution, pending, nonfinite)
+            if _is_explained(finding, nonfinite, pending):
+                self._masks |= {(execution.executable.number, name): kinds for name, kinds in nonfinite.items()}
                 return
         # The snapshot comes first, so that it survives a failing search for the op.
         path = self._write_wrong(execution, pending, "nonfinite", {})
-        finding = finding or self._examine(execution, pending, found)
-        raise self._nonfinite_error(execution, found, finding, path)
+        finding = finding or self._examine(execution, pending, nonfinite)
+        raise self._nonfinite_error(execution, nonfinite, finding, path)
 
     def _is_mask(self, execution: Execution, name: str, kinds: Kinds) -> bool:
         """Whether an output has no other infinities than those that were found to be those of a mask."""
         known = self._masks.get((execution.executable.number, name))
         return known is not None and not any(now and not then for now, then in zip(kinds, known, strict=True))
 
-    def _examine(self, execution: Execution, pending: _Pending, found: Mapping[str, Kinds]) -> NonFiniteFinding | None:
+    def _examine(
+        self, execution: Execution, pending: _Pending, nonfinite: Mapping[str, Kinds]
+    ) -> NonFiniteFinding | None:
         """Run the graph node by node; None where that is not possible."""
         before = rng_states(execution.inputs)
         try:
@@ -168,7 +170,7 @@ class SnapshotTaker:
             if graph is None or pending.kept is None:
                 return None
             set_rng_states(pending.rng)
-            return find_origin(graph, _arguments(graph, pending.kept), found)
+            return find_origin(graph, _arguments(graph, pending.kept), nonfinite)
         except Exception:
             logger.debug("the graph of %s cannot be run node by node", execution.executable.name, exc_info=True)
             return None
@@ -176,14 +178,14 @@ class SnapshotTaker:
             set_rng_states(before)
 
     def _nonfinite_error(
-        self, execution: Execution, found: Mapping[str, Kinds], finding: NonFiniteFinding | None, path: Path | None
+        self, execution: Execution, nonfinite: Mapping[str, Kinds], finding: NonFiniteFinding | None, path: Path | None
     ) -> NonFiniteError:
         origin = finding.origin if finding is not None else None
         if path is not None and origin is not None:
             self.store.add(path, outputs={}, facts={"origin": asdict(origin)})
-        names = [f"{kinds} in {name}" for name, kinds in list(found.items())[:3]]
-        if len(found) > len(names):
-            names.append(f"and {len(found) - len(names)} more")
+        names = [f"{kinds} in {name}" for name, kinds in list(nonfinite.items())[:3]]
+        if len(nonfinite) > len(names):
+            names.append(f"and {len(nonfinite) - len(names)} more")
         cause = "unknown op: the graph cannot be run node by node here" if finding is None else str(finding)
         number, name = _named(execution)
         where = path or self._wrong
@@ -280,11 +282,11 @@ def _arguments(graph: CapturedGraph, kept: Mapping[str, Any]) -> list[Any]:
     return found
 
 
-def _is_explained(finding: NonFiniteFinding | None, found: Mapping[str, Kinds], pending: _Pending) -> bool:
+def _is_explained(finding: NonFiniteFinding | None, nonfinite: Mapping[str, Kinds], pending: _Pending) -> bool:
     """Whether infinities are those of masks: by the graph, or, if unknown, because an input has them as well."""
     if finding is not None:
         return finding.origin is None and finding.is_reproduced
-    if any(kinds.positive for kinds in found.values()):
+    if any(kinds.positive for kinds in nonfinite.values()):
         return False
     return any(kinds_of(tensor).negative for _, tensor in probe((pending.kept or {}).items()))
 

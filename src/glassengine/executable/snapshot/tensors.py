@@ -219,15 +219,15 @@ class SharedWeights:
                 continue
             if name in constant or crc32(bytes_of(tensor.detach())) == known.place.crc32:
                 shared.setdefault((known.home.path, known.place.file), {})[name] = known
-        found: dict[str, StoredPlace] = {}
+        places: dict[str, StoredPlace] = {}
         number = 0
         for (directory, file), names in shared.items() if len(shared) < _MAX_FILES else ():
             if link(directory / file, home.path / weights_file(number)):
                 for name, known in names.items():
-                    found[name] = StoredPlace(weights_file(number), known.place.key, known.place.crc32)
+                    places[name] = StoredPlace(weights_file(number), known.place.key, known.place.crc32)
                 number += 1
-        rest = {name: tensor for name, tensor in tensors.items() if name in weights and name not in found}
-        return found | self._write(home, weights_file(number), rest)
+        rest = {name: tensor for name, tensor in tensors.items() if name in weights and name not in places}
+        return places | self._write(home, weights_file(number), rest)
 
     def _write(self, home: Home, file: str, tensors: Mapping[str, Tensor]) -> dict[str, StoredPlace]:
         assert home.path is not None
@@ -238,13 +238,13 @@ class SharedWeights:
         if not first:
             return {}
         checksums = write_tensors(home.path / file, {file_key(name): tensors[name] for name in first.values()})
-        found = {}
+        places = {}
         for name, tensor in tensors.items():
             key = file_key(first[_identity(tensor)])
-            found[name] = StoredPlace(file, key, checksums[key])
+            places[name] = StoredPlace(file, key, checksums[key])
             if tensor.numel():
-                self._known[_identity(tensor)] = _Known(home, found[name], _version(tensor))
-        return found
+                self._known[_identity(tensor)] = _Known(home, places[name], _version(tensor))
+        return places
 
 
 def link(source: Path, target: Path) -> bool:

@@ -171,12 +171,12 @@ class SnapshotWriter:
 
     def _facts(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Return facts without what a redacted snapshot must not tell: the user's code, and texts of errors."""
-        found = dict(facts)
-        if self._redact and "origin" in found:
-            found["origin"] = {**found["origin"], "source": None}
-        if self._redact and "error" in found:
-            found["error"] = found["error"].strip().splitlines()[-1].partition(":")[0]
-        return found
+        redacted = dict(facts)
+        if self._redact and "origin" in redacted:
+            redacted["origin"] = {**redacted["origin"], "source": None}
+        if self._redact and "error" in redacted:
+            redacted["error"] = redacted["error"].strip().splitlines()[-1].partition(":")[0]
+        return redacted
 
     def _write_files(self, taken: Taken, home: Home) -> dict[str, Any]:
         graph = self._graph(taken)
@@ -267,8 +267,10 @@ class SnapshotWriter:
             OSError: A file cannot be written.
         """
         assert home.path is not None
-        found = {name: _entry(name, kind, value, self._redact) for name, (kind, value) in values.items()}
-        kept = () if self._redact else [name for name in found if found[name].is_tensor and not found[name].left_out]
+        entries = {name: _entry(name, kind, value, self._redact) for name, (kind, value) in values.items()}
+        kept = (
+            () if self._redact else [name for name in entries if entries[name].is_tensor and not entries[name].left_out]
+        )
         tensors: dict[str, Tensor] = {name: values[name][1] for name in kept}
         weights = {name for name in tensors if values[name][0] in _WEIGHT_KINDS}
         places = self._weights.place(home, tensors, weights, constant) if file == layout.INPUTS else {}
@@ -277,8 +279,8 @@ class SnapshotWriter:
             checksums = write_tensors(home.path / file, {file_key(name): tensor for name, tensor in rest.items()})
             places |= {name: StoredPlace(file, file_key(name), checksums[file_key(name)]) for name in rest}
         for name, place in places.items():
-            found[name] = dataclasses.replace(found[name], file=place.file, key=place.key, crc32=place.crc32)
-        return list(found.values())
+            entries[name] = dataclasses.replace(entries[name], file=place.file, key=place.key, crc32=place.crc32)
+        return list(entries.values())
 
 
 def _as(kind: str, values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:

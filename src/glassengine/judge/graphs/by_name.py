@@ -179,15 +179,17 @@ def difference(ours: Node, theirs: Node) -> str | None:
 
 
 def argument_names(target: Any) -> list[str]:
-    """Return the names of an op's arguments, in order."""
+    """Return the names of an op's positional arguments, in order; that of any number of tensors is the last."""
     schema = getattr(target, "_schema", None)
     if schema is not None:
         return [argument.name for argument in schema.arguments]
     try:
         # An op of an ONNX file is a function of ours.
-        return list(inspect.signature(getattr(target, "function", target)).parameters)
+        parameters = inspect.signature(getattr(target, "function", target)).parameters.values()
     except (TypeError, ValueError):
         return []
+    open_ended = [place for place, one in enumerate(parameters) if one.kind is one.VAR_POSITIONAL]
+    return [one.name for one in parameters][: open_ended[0] + 1 if open_ended else None]
 
 
 def _shown(arguments: dict[str, Any], name: str) -> str:

@@ -117,7 +117,7 @@ def _piece(
     order = outputs[0].graph.nodes
     for node in order:
         if node in entering:
-            copies[node] = graph.placeholder(node.name)
+            copies[node] = graph.create_node("placeholder", node.name, name=node.name)  # `placeholder` lowers capitals
     for node in order:
         if node in inside:
             args, kwargs = torch.fx.node.map_arg(

@@ -23,8 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
-from glassengine.judge.graphs.by_name import SitePair, ports
+from glassengine.judge.graphs.between import ancestors
+from glassengine.judge.graphs.by_name import SitePair, difference, ports
 from glassengine.judge.replay.values import DOES_NOT_FIT, NoCounterpart, in_float64
 from glassengine.numerics.float64 import double, target_of
 from glassengine.numerics.judgement import unit_roundoff
@@ -34,8 +36,11 @@ from glassengine.program.representation.program import Program
 
 TAKEN_BACK = "written in another gauge: what reads it takes that back, for any values"
 
-_SIZES = (1e-4, 0.1, 1.0, 10.0, 1e3)
-"""Of made-up values: an epsilon shows in small ones, a limit in large ones, a softmax in those between."""
+_SIZES = (1.0, 10.0, 0.1, 1e-4, 1e3)
+"""Of made-up values: an epsilon shows in small ones, a limit in large ones, a softmax in those between.
+
+The usual size comes first: most mistakes show there, and end the search.
+"""
 _ROUNDINGS = 4
 """A row that differs by this many times what other roundings of the weights make is not the same."""
 _PLAINLY = 16
@@ -54,6 +59,7 @@ def taken_back(
     pairs: Mapping[str, SitePair],
     inputs: Mapping[str, Tensor],
     origins: Collection[str],
+    wrong_results: Collection[str] = (),
 ) -> set[str]:
     """Return the nodes of the baseline whose tensors differ by a gauge.
 
@@ -63,13 +69,31 @@ def taken_back(
         pairs: Baseline node -> pair.
         inputs: Of one step, caches among them, whose sizes are taken.
         origins: Nodes that introduce what differs. With mistakes among them each is tried with all others given.
+        wrong_results: Result nodes of the baseline that differ on the inputs of the check: what alone can have made one
+            of them wrong is not taken back.
     """
+    guilty = guilty_of(baseline, origins, wrong_results)
+    asked = [one for one in origins if one not in guilty]
+    if wrong_results and not asked:
+        return set()
     two = _Two(baseline, candidate, pairs, inputs)
-    found = two.apart(set())
+    found = None if wrong_results else two.apart(set())
     if found is None and 1 < len(origins) <= _MOST_ALONE:
-        alone = (two.apart(set(origins) - {one}) for one in origins)
-        found = set().union(*filter(None, alone)) or next(filter(None, (two.apart({one}) for one in origins)), None)
+        found = set().union(*filter(None, (two.apart(set(origins) - {one}) for one in asked)))
+        if not found and len(asked) > 2:  # of two, each was the one mistake already
+            found = next(filter(None, (two.apart(guilty | {one}) for one in asked)), None)
     return found or set()
+
+
+def guilty_of(baseline: Program, origins: Collection[str], wrong_results: Collection[str]) -> set[str]:
+    """Return the origins that are a wrong result, or alone above one."""
+    nodes = {node.name: node for node in baseline.graph.nodes}
+    found = set(origins).intersection(wrong_results)
+    for result in wrong_results:
+        above = {node.name for node in ancestors(nodes[result])} | {result}
+        if len(own := above.intersection(origins)) == 1:
+            found |= own
+    return found
 
 
 class _Two:
@@ -87,6 +111,7 @@ class _Two:
         self._inputs, self._weights = inputs, baseline.weights()
         self._theirs = {node.name: node for node in candidate.graph.nodes}
         self._tables = _tables(baseline)
+        self._equal_weights: dict[tuple[Node, Node], bool] = {}
         floats = [w.dtype for one in self._programs for w in one.weights().values() if w.is_floating_point()]
         self._unit = max(map(unit_roundoff, [torch.float32, *floats]))
 
@@ -130,13 +155,18 @@ class _Two:
                 if node.name in results and (behind or node.op == "call_function"):
                     return None
                 continue
-            other = theirs.of(own)
+            if pair.arrangement is None and self._is_same(node, own, (ours.made, theirs.made)):
+                other = theirs.made[own] = value
+            else:
+                other = theirs.of(own)
             if pair.arrangement is not None:
                 other = pair.arrangement.apply(other, value.shape)
             if node.name in given:  # a mistake beside the gauge, which the right op may take back
                 other = self._called(node, theirs) if behind else value
             apart = _apart(value, other)
-            least = _ROUNDINGS * max(self._unit, _apart(value, rounded.of(node)))
+            least = _ROUNDINGS * self._unit
+            if behind or apart > least:
+                least = max(least, _ROUNDINGS * _apart(value, rounded.of(node)))
             # Of one that hardly differs it is not known whether it is taken back, or hidden by something larger.
             if apart > least or 0.0 < behind < _PLAINLY * least:
                 if node.name in results or not value.is_floating_point() or node in self._tables:
@@ -152,6 +182,32 @@ class _Two:
                 ours.made[node] = theirs.made[own] = other
             rounded.made[node] = ours.made[node]
         return found
+
+    def _is_same(self, ours: Node, theirs: Node, values: tuple[Mapping[Node, Any], Mapping[Node, Any]]) -> bool:
+        """Whether both call one op on the same values: its result need not be computed twice."""
+        if len(ours.args) != len(theirs.args) or ours.kwargs.keys() != theirs.kwargs.keys():
+            return False
+        sources = [
+            [leaf for leaf in pytree.tree_leaves((node.args, sorted(node.kwargs.items()))) if isinstance(leaf, Node)]
+            for node in (ours, theirs)
+        ]
+        return (
+            difference(ours, theirs) is None
+            and len(sources[0]) == len(sources[1])
+            and all(self._are_equal(one, other, values) for one, other in zip(sources[0], sources[1], strict=True))
+        )
+
+    def _are_equal(self, ours: Node, theirs: Node, values: tuple[Mapping[Node, Any], Mapping[Node, Any]]) -> bool:
+        one, other = values[0].get(ours), values[1].get(theirs)
+        if one is other:
+            return one is not None
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+            return isinstance(one, int | float) and one == other
+        if ours.name not in self._weights:
+            return False
+        if (ours, theirs) not in self._equal_weights:
+            self._equal_weights[ours, theirs] = one.dtype is other.dtype and torch.equal(one, other)
+        return self._equal_weights[ours, theirs]
 
     def _is_free(self, node: Node) -> bool:
         """Whether the result may be anything: of a product or a table, and not a norm, or shares that add up to one."""
@@ -302,6 +358,8 @@ def _normal(value: Tensor, generator: torch.Generator) -> Tensor:
 
 def _apart(ours: Any, theirs: Any) -> float:
     """Return how far two values are apart: the largest relative difference of a row; infinity for other kinds."""
+    if ours is theirs:
+        return 0.0
     if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor) or ours.shape != theirs.shape:
         return math.inf
     if not (ours.is_floating_point() and theirs.is_floating_point()):

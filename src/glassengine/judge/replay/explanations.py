@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from glassengine.judge.exclusions.ties import chosen_along, is_unordered, tied_choices
-from glassengine.judge.replay.expected import ReplayedTensor, expected_of
-from glassengine.judge.replay.op import MOST_DEPTH, CandidateCall, OneOp
+from glassengine.judge.replay.expected import Claim, ReplayedTensor, expected_of
+from glassengine.judge.replay.op import MOST_DEPTH, CandidateCall, OneOp, Ops
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.verdict import TIE
 from glassengine.ops.traits import traits_of
@@ -173,6 +173,18 @@ def replayed(call: CandidateCall) -> ReplayedTensor | None:
         return ReplayedTensor(Judgement("identical", 0.0, None), call.predicted, partial(_judged_again, call))
     one = call.in_float64()
     return None if one is None else explained(one)
+
+
+def proven(claim: Claim, ops: Ops) -> ReplayedTensor:
+    """Return what a replay finds where the tensor, and all that its op reads, are bitwise those of the baseline."""
+
+    def call() -> CandidateCall:
+        found = ops.called(claim)
+        assert found is not None  # the baseline has computed it of the same values
+        return found
+
+    identical = Judgement("identical", 0.0, None)
+    return ReplayedTensor(identical, lambda: call().predicted(), lambda result: _judged_again(call(), result))
 
 
 def _judged_again(call: CandidateCall, result: torch.Tensor) -> Judgement:

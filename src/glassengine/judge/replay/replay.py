@@ -20,7 +20,7 @@ from glassengine.judge.exclusions.dead_elements import unread_nodes
 from glassengine.judge.exclusions.masked import valid_in_step
 from glassengine.judge.graphs.cut import Piece
 from glassengine.judge.replay.expected import Claim, ReplayedTensor
-from glassengine.judge.replay.explanations import replayed
+from glassengine.judge.replay.explanations import proven, replayed
 from glassengine.judge.replay.op import Ops
 from glassengine.judge.replay.segments import SegmentReplay
 from glassengine.judge.replay.values import Values
@@ -161,12 +161,22 @@ class Replay:
         valid: torch.Tensor | None,
         known: KnownValues = NOTHING,
         own: Callable[[Node], Piece | None] | None = None,
+        native: torch.Tensor | None = None,
     ) -> ReplayedTensor | None:
-        """Judge what the piece that ends in `node` introduced; None where its inputs are not known. See `Claim`."""
+        """Judge what the piece that ends in `node` introduced; None where its inputs are not known. See `Claim`.
+
+        `native` is what the baseline's own run has there, where the candidate's tensor was found identical.
+        """
         if self._segments is not None and (self._cut is Cut.SEGMENT or self._values.lacks_inputs(node)):
             found = self._segments.expected(node, candidate)
             return None if found is None else found[0].replayed(found[1])
         claim = Claim(node, candidate.to(self._rounded.get(node.name, candidate.dtype)), valid, known, own)
+        if (
+            native is not None
+            and self._values.take_same(node, claim.candidate, native)
+            and self._values.reads_same(node)
+        ):
+            return proven(claim, self.ops)
         call = self.ops.called(claim)
         return None if call is None else replayed(call)
 

@@ -11,6 +11,7 @@ import torch
 from torch.fx import Node
 
 from glassengine.errors import BackendError
+from glassengine.numerics.counted import is_finite
 from glassengine.numerics.float64 import retargeted, target_of
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.noise import WideOperands, reads_memory
@@ -94,11 +95,34 @@ class Values:
         self._weights = program.weights()
         self._made_of_weights: dict[str, Any] = {}
         self._inputs = {port.name: port.node for port in program.inputs}
+        self._same: set[str] = set()
 
     def begin_step(self, inputs: Mapping[str, torch.Tensor], made: Mapping[str, torch.Tensor]) -> None:
         """Take over a step: inputs by name, caches among them, and what was made by node."""
         self.observed = {self._inputs[name]: tensor for name, tensor in inputs.items() if name in self._inputs}
         self.observed |= made
+        self._same.clear()
+
+    def take_same(self, node: Node, value: torch.Tensor, native: torch.Tensor) -> bool:
+        """Take note of whether `value`, that of a node, is of numbers, and bitwise `native`, the baseline's own."""
+        is_own = self.observed.get(node.name) is value and value.dtype is native.dtype
+        if not is_own or not torch.equal(value, native):
+            return False
+        if value.is_floating_point() and not is_finite(value):
+            return False
+        self._same.add(node.name)
+        return value.is_floating_point()
+
+    def reads_same(self, node: Node) -> bool:
+        """Whether all that an op reads is bitwise the baseline's own, and read as it is."""
+        if self._operands or self._rounded:
+            return False
+        return all(
+            source.name in self._same
+            or (source.name not in self.observed and source.name in self.constant)
+            or (source.op == "call_function" and not is_tensor_node(source) and self.reads_same(source))
+            for source in node.all_input_nodes
+        )
 
     def accumulate(self, how: Accumulation) -> None:
         """Take products to be summed so from now on; kernels stay those of the candidate's runtime."""

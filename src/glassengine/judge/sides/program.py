@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +12,7 @@ import torch
 
 from glassengine.backends.accuracy.calibration import kernels_of
 from glassengine.capture.observers.interpreter import run_program
+from glassengine.errors import BackendError, first_line
 from glassengine.judge.cases import Case, Given, StepInputs, by_name, empty_caches
 from glassengine.judge.end_to_end import results_of
 from glassengine.judge.graphs.by_name import SitePair
@@ -22,6 +24,9 @@ from glassengine.judge.sides.protocol import RUNTIME, Guarantee, Observed, Place
 from glassengine.numerics.ops import Accumulation
 from glassengine.program import LoadedModel
 from glassengine.program.representation.program import Program
+
+_WHILE = re.compile(r"While executing (%\w+)")
+"""What torch.fx adds to an exception: the node."""
 
 
 @dataclass
@@ -80,7 +85,13 @@ class ProgramSide(Side):
         """Run one step, handing every computed node to `keep`; return the program's outputs by name."""
         if self.grafts is not None:
             return self.grafts.run(self.program, inputs, self.keep)
-        return run_program(self.program, inputs, self.keep)
+        try:
+            return run_program(self.program, inputs, self.keep)
+        except RuntimeError as error:
+            if self.program.onnx is None:
+                raise
+            got = f"{first_line(error)}, {next(iter(_WHILE.findall(str(error))), '')}".rstrip(", ")
+            raise BackendError(f"the graph of the {self.place} cannot run on these inputs", got=got) from error
 
     def keep(self, node: torch.fx.Node, value: Any) -> None:
         """Take note of the value of a node of this side's program."""

@@ -214,7 +214,14 @@ def leave_out_gauges(scores: Sequence[Score], inputs: Mapping[str, Tensor]) -> N
     origins = {node for score in own for node in score.divergences}
     for score in own if origins else ():
         if score.side.program is not None:
-            found = taken_back(score.program, score.side.program, score.side.pairs, inputs, origins)
+            wrong = {pair.site for pair in score.pairs if pair.verdict == "wrong"}
+            sites = score.program.sites.by_node
+            results = [
+                node
+                for node in score.program.output_nodes.values()
+                if any(site.name in wrong for site in sites.get(node, ()))
+            ]
+            found = taken_back(score.program, score.side.program, score.side.pairs, inputs, origins, results)
             score.judged_nodes |= found  # what its readers contradict was dropped
             for other in own:
                 _leave_out(other, found)

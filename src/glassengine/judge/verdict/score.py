@@ -353,21 +353,23 @@ class Score:
         """Judge one observed value: by replay where the op's inputs were observed, else by the accumulated floor."""
         cache_axis = self.program.sites.by_node[node.name][0].axes.get("cache")
         tensor = completed(observed.tensor, reference.native, cache_axis, self._num_seen)
-        accumulated = reference.judge(tensor)
-        is_clean = accumulated.verdict not in FLAGGED
         replay, replayed = self.side.replay, None
+        # What a replay finds right keeps the ratio of the replay.
+        accumulated = reference.judge(tensor, roughly=replay is not None)
+        is_clean = accumulated.verdict not in FLAGGED
         if replay is not None:
             own = partial(self.side.computes, self.program)
-            replayed = replay.judge(node, observed.tensor, reference.valid, reference.known, own)
+            native = reference.native if accumulated.verdict == "identical" else None
+            replayed = replay.judge(node, observed.tensor, reference.valid, reference.known, own, native)
         if self.drift is not None:
             predicted = None if replayed is None else replayed.predicted
             self.drift.add(node.name, observed.site, reference, tensor, predicted)
         by_floor = Judged(tensor, accumulated, None, is_clean=is_clean, exempt=reference.known.exempt)
         if replayed is None or (replayed.judgement.is_empty and is_clean):
-            return by_floor
+            return by_floor if replay is None else dataclasses.replace(by_floor, judgement=reference.judge(tensor))
         local = replayed.judgement
         if local.verdict in FLAGGED and is_compensated(local, accumulated, reference, tensor):
-            return dataclasses.replace(by_floor, contradicts=is_clean)
+            return dataclasses.replace(by_floor, judgement=reference.judge(tensor), contradicts=is_clean)
         exempt = exempt_by_replay(replayed, by_floor.exempt, tensor)
         by_replay = dataclasses.replace(by_floor, inherited=partial(inherited_in, replayed, reference), exempt=exempt)
         other = self._hints.not_reached(node) if local.verdict not in FLAGGED else None

@@ -58,7 +58,9 @@ class DriftSums:
         floats = baseline.is_floating_point() and candidate.is_floating_point()
         if not floats or baseline.shape != candidate.shape or not baseline.numel():
             return
-        b, c = baseline.double(), candidate.double()
+        b = baseline.double()
+        is_same = baseline.dtype is candidate.dtype and baseline.equal(candidate)
+        c = b if is_same else candidate.double()
         p = predicted if predicted is not None and predicted.shape == b.shape else None
         counted = b.isfinite() & c.isfinite()
         # A number that hides a place of a mask has a size of its own in every dtype.
@@ -67,11 +69,13 @@ class DriftSums:
         if valid is not None:
             counted &= valid
         self.num_tensors += 1
-        b, c = b.where(counted, 0.0), c.where(counted, 0.0)
-        self.signal += float(b.square().sum())
-        self.power += float(c.square().sum())
-        self.dot += float((b * c).sum())
-        self.noise += float((c - b).square_().sum())
+        b = b.where(counted, 0.0)
+        c = b if is_same else c.where(counted, 0.0)
+        signal = float(b.square().sum())
+        self.signal += signal
+        self.power += signal if is_same else float(c.square().sum())
+        self.dot += signal if is_same else float((b * c).sum())
+        self.noise += 0.0 if is_same else float((c - b).square_().sum())
         if p is not None:
             p = p.double().where(counted & p.isfinite(), 0.0)
             self.predicted += float(p.square().sum())

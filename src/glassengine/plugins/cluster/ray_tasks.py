@@ -89,15 +89,15 @@ class RayTasks:
         ray = self._ray
         # What Ray knows to be no script gets no working directory among the places of its modules: see `starting`.
         job = ray.job_config.JobConfig(_client_job=True)
-        told: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "job_config": job}
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "job_config": job}
         try:
             if address != AUTO:
-                ray.init(address, **told)
+                ray.init(address, **options)
                 return
             try:
-                ray.init("auto", **told)
+                ray.init("auto", **options)
             except ConnectionError:  # this machine belongs to none
-                ray.init(num_cpus=count, include_dashboard=False, **told)
+                ray.init(num_cpus=count, include_dashboard=False, **options)
         except (ConnectionError, RuntimeError, OSError, ValueError) as error:
             raise BackendError(
                 "the Ray cluster cannot be used",

@@ -68,9 +68,9 @@ class DispatchRecorder:
         """Return the data of a tensor."""
         return fetch([tensor._lazy.get()], Reason("read", why))[0]
 
-    def promised(self, tensor: LazyTensor, site: str, told: Callable[[], None]) -> Awaited:
+    def promised(self, tensor: LazyTensor, site: str, on_run: Callable[[], None]) -> Awaited:
         """Return what has the data of a tensor, as it is now, as soon as a graph has made it."""
-        return Awaited(tensor._lazy.get(), site, told)
+        return Awaited(tensor._lazy.get(), site, on_run)
 
     def keep_promises(self, why: str) -> None:
         """Run everything that is pending."""

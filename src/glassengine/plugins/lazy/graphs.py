@@ -48,17 +48,17 @@ _sites: dict[str, int] = {}
 def pending(outputs: Sequence[LazyValue]) -> Pending:
     """Return the calls that make `outputs`, which are pending, each once, and what else someone looks at of them."""
     waiting = [value.call for value in outputs if value.call is not None]
-    seen: dict[int, LazyCall] = {}
+    visited: dict[int, LazyCall] = {}
     while waiting:
         call = waiting.pop()
-        if call.number in seen:
+        if call.number in visited:
             continue
-        seen[call.number] = call
+        visited[call.number] = call
         for value in call.reads:
-            if value.data is None and value.call.number not in seen:  # type: ignore[union-attr]
+            if value.data is None and value.call.number not in visited:  # type: ignore[union-attr]
                 waiting.append(value.call)  # type: ignore[arg-type]
-    calls = tuple(seen[number] for number in sorted(seen))
-    outputs = (*outputs, *observed(seen, outputs))
+    calls = tuple(visited[number] for number in sorted(visited))
+    outputs = (*outputs, *observed(visited, outputs))
     first: dict[int, int] = {}
     leaf_numbers: dict[int, int] = {}
     leaves: list[LazyValue] = []

@@ -109,10 +109,10 @@ def _arguments(view: MemoryView) -> dict[str, Any]:
     """Return the arguments of a view by name, those left out with what the schema says."""
     operation = view.operation
     schema = operation.target._schema.arguments
-    found = {argument.name: argument.default_value for argument in schema}
-    found.update(zip((argument.name for argument in schema), operation.args, strict=False))
-    found.update(operation.kwargs)
-    return found
+    arguments = {argument.name: argument.default_value for argument in schema}
+    arguments.update(zip((argument.name for argument in schema), operation.args, strict=False))
+    arguments.update(operation.kwargs)
+    return arguments
 
 
 def _reshaped(view: MemoryView, written: LazyValue, apply: Apply) -> LazyValue:

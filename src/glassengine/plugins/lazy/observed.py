@@ -26,18 +26,18 @@ class Awaited:
 
     Attributes:
         value: What is waited for.
-        told: Called when a graph has run, whether or not it made this value.
+        on_run: Called when a graph has run, whether or not it made this value.
 
     Args:
         site: Name of the output of the graph, unless the value has one.
     """
 
-    __slots__ = ("__weakref__", "told", "value")
+    __slots__ = ("__weakref__", "on_run", "value")
 
-    def __init__(self, value: LazyValue, site: str, told: Callable[[], None]) -> None:
+    def __init__(self, value: LazyValue, site: str, on_run: Callable[[], None]) -> None:
         value.site = value.site or site
         self.value = value
-        self.told = told
+        self.on_run = on_run
         _awaited[id(self)] = weakref.ref(self)
 
     def __del__(self) -> None:

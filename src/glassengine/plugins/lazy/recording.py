@@ -284,10 +284,10 @@ def write(handle: Handle, value: LazyValue) -> None:
 
 def _recorded_ops() -> Mapping[str, int]:
     """Return how often each operation was recorded, as PyTorch/XLA counts `xla::<op>`."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for operation in list(_operations.values()):
-        found[f"lazy::{operation.target._schema.name.partition('::')[2]}"] += operation.calls
-    return found
+        counts[f"lazy::{operation.target._schema.name.partition('::')[2]}"] += operation.calls
+    return counts
 
 
 registry.add_source(_recorded_ops)

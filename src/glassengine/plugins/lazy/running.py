@@ -129,8 +129,8 @@ def _run(values: list[LazyValue], reason: Reason) -> None:
         value.data = _kept(value, result)
     for value in made_by.outputs:
         value.call = None
-    for told in dict.fromkeys(one.told for one in awaited()):
-        told()
+    for on_run in dict.fromkeys(one.on_run for one in awaited()):
+        on_run()
 
 
 def _kept(value: LazyValue, result: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ class LazyRecorder(Protocol):
     def data(self, tensor: LazyTensor, why: str) -> torch.Tensor:
         """Return the data of a tensor, computed now if it is pending; it must not be written to."""
 
-    def promised(self, tensor: LazyTensor, site: str, told: Callable[[], None]) -> Any:
+    def promised(self, tensor: LazyTensor, site: str, on_run: Callable[[], None]) -> Any:
         """Return what has the data of a tensor, as it is now, as soon as a graph has made it."""
 
     def keep_promises(self, why: str) -> None:
@@ -70,9 +70,9 @@ class LazyTensor(torch.Tensor):
     def _data(self, why: str) -> torch.Tensor:
         return self.recorder.data(self, why)
 
-    def promised(self, site: str, told: Callable[[], None]) -> Any:
-        """Return what has its data as soon as a graph has made it; `told` is called after each run."""
-        return self.recorder.promised(self, site, told)
+    def promised(self, site: str, on_run: Callable[[], None]) -> Any:
+        """Return what has its data as soon as a graph has made it; `on_run` is called after each run."""
+        return self.recorder.promised(self, site, on_run)
 
     def keep_promises(self, why: str) -> None:
         """Run everything that is pending."""

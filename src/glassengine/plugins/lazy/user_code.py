@@ -32,7 +32,7 @@ def user_line() -> str:
 def names_of(made_by: Pending) -> dict[int, tuple[str, str]]:
     """Return the names of parameters and buffers among the leaves, as the modules of the user's code call them."""
     wanted = {id(value) for value in made_by.leaves}
-    found: dict[int, tuple[str, str]] = {}
+    names: dict[int, tuple[str, str]] = {}
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -46,8 +46,8 @@ def names_of(made_by: Pending) -> dict[int, tuple[str, str]]:
                     if type(tensor) is LazyTensor and type(tensor._lazy) is LazyMemory:
                         value = tensor._lazy.value
                         if id(value) in wanted:
-                            found.setdefault(id(value), (f"{variable}.{name}", kind))
-    return found
+                            names.setdefault(id(value), (f"{variable}.{name}", kind))
+    return names
 
 
 def _variables(frame: FrameType) -> list[tuple[str, Any]]:

@@ -89,16 +89,16 @@ class QuantizedFile:
         same = self._weights.get(name)
         return (same.double(), None, None) if same is not None and same.shape == baseline.shape else None
 
-    def value(self, name: str, found: Mapping[str, Tensor]) -> FileValue | None:
+    def value(self, name: str, values: Mapping[str, Tensor]) -> FileValue | None:
         """Return the file's value for one of the baseline."""
-        floats = found.get(name)
+        floats = values.get(name)
         floats = floats.double() if floats is not None and floats.is_floating_point() else None
-        known = {**self._weights, **found}
+        known = {**self._weights, **values}
         back = self._written_back.get(name)
         for own in [*self._by_name.get(name, ()), *([back] if back in self._grids else [])]:
             grid = self._grids[own]
-            if own in found and grid.scale in known:
-                integers = found[own]
+            if own in values and grid.scale in known:
+                integers = values[own]
                 floats = None if own == back else floats
                 step = grid.step(known, integers)
                 ends, fixed = grid.ends(integers, known), None

@@ -90,12 +90,12 @@ class QuantizedRun:
                 continue
             axis = grid.axis if grid is not None and grid.axis is not None else 0
             alike = {name: one for name, one in floats.items() if one.shape == tensor.shape and name != names[node]}
-            others = {name: _rows(one, axis) for name, one in alike.items()}
-            yield names[node], judge_weight(_rows(tensor, axis), _rows(numbers, axis), _rows(step, axis), others)
+            rows = {name: _rows(one, axis) for name, one in alike.items()}
+            yield names[node], judge_weight(_rows(tensor, axis), _rows(numbers, axis), _rows(step, axis), rows)
 
     @torch.no_grad()
-    def step(self, inputs: Mapping[str, Tensor], found: Mapping[str, Tensor], where: tuple[str, int]) -> None:
-        """Judge one step: `found` are the values that the file computed, by name."""
+    def step(self, inputs: Mapping[str, Tensor], values: Mapping[str, Tensor], where: tuple[str, int]) -> None:
+        """Judge one step: `values` are the values that the file computed, by name."""
         ports = {port.node: port.name for port in self.program.inputs}
         weights = self.program.weights()
         generator = torch.Generator().manual_seed(crc32(repr(where).encode()))
@@ -108,12 +108,12 @@ class QuantizedRun:
                 forced = self._weights.get(node.name, pure)
                 lanes[node] = [pure, pure, *[forced] * (1 + _NUM_NOISY)]
                 if node.name in ports and isinstance(pure, Tensor) and pure.is_floating_point():
-                    self._observe_input(node, ports[node.name], lanes, found, generator, where)
+                    self._observe_input(node, ports[node.name], lanes, values, generator, where)
             elif node.op == "get_attr":
                 lanes[node] = [getattr(self.program.exported.graph_module, str(node.target))] * (3 + _NUM_NOISY)
             elif node.op == "call_function" and "_assert" not in str(node.target):
                 lanes[node] = [_call(node, lanes, lane) for lane in range(3 + _NUM_NOISY)]
-                self._observe(node, lanes, found, generator, where)
+                self._observe(node, lanes, values, generator, where)
             for dead in last.get(node, ()):
                 lanes.pop(dead, None)
 
@@ -122,13 +122,13 @@ class QuantizedRun:
         node: Node,
         name: str,
         lanes: dict[Node, list[Any]],
-        found: Mapping[str, Tensor],
+        values: Mapping[str, Tensor],
         generator: torch.Generator,
         where: tuple[str, int],
     ) -> None:
         """Judge how an input is rounded to its grid, where it has one: what reads it gets those numbers."""
         pure = lanes[node][0]
-        value = self.quantized.value(name, found)
+        value = self.quantized.value(name, values)
         if value is None or value.step is None or value.read.shape != pure.shape:
             return
         op = self.ops.setdefault(node.name, QuantizedOp(node, name, value.site))
@@ -146,7 +146,7 @@ class QuantizedRun:
         self,
         node: Node,
         lanes: dict[Node, list[Any]],
-        found: Mapping[str, Tensor],
+        values: Mapping[str, Tensor],
         generator: torch.Generator,
         where: tuple[str, int],
     ) -> None:
@@ -156,7 +156,7 @@ class QuantizedRun:
             if any(source.name in self.unknown for source in node.all_input_nodes):
                 self.unknown.add(node.name)
             return
-        value = self.quantized.value(sites[0].name, found)
+        value = self.quantized.value(sites[0].name, values)
         pure, asked, predicted, *noisy = lanes[node]
         reads_unknown = any(source.name in self.unknown for source in node.all_input_nodes)
         if value is None or value.read.shape != predicted.shape:

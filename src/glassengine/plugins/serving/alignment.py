@@ -88,9 +88,9 @@ def table_of(layout: str, architecture: str, numbers: Mapping[str, int | None]) 
         hint = "glass record CANDIDATE -o REC, and name its tensors: --candidate REC --map FILE"
         raise UnknownNameError(f"architecture of {layout}", architecture, sorted(known), hint=hint)
     chain = [_included(files, other) for other in files[name].includes] + [files[name]]
-    told = f"the table {layout}/{name}"
-    weights = [rule for one in chain for rule in _rules(one.weights, numbers, told)]
-    rules = [rule for one in chain for rule in _rules(one.rules, numbers, told)]
+    place = f"the table {layout}/{name}"
+    weights = [rule for one in chain for rule in _rules(one.weights, numbers, place)]
+    rules = [rule for one in chain for rule in _rules(one.rules, numbers, place)]
     return AlignmentTable(
         weights=tuple(weights),
         rules=TensorMap(tuple(rules)) if rules else None,
@@ -127,12 +127,12 @@ def layouts() -> list[str]:
     return sorted(path.parent.name for path in _ROOMS.glob("*/tables"))
 
 
-def _rules(rules: Sequence[Mapping[str, Any]], numbers: Mapping[str, int | None], told: str) -> tuple[MapRule, ...]:
+def _rules(rules: Sequence[Mapping[str, Any]], numbers: Mapping[str, int | None], place: str) -> tuple[MapRule, ...]:
     if not rules:
         return ()
     filled = [_filled({"optional": True, **rule}, numbers) for rule in rules]
     known = [rule for rule in filled if rule is not None]
-    return parse_map({"rules": known}, told).rules if known else ()
+    return parse_map({"rules": known}, place).rules if known else ()
 
 
 class _NotKnown(Exception):

@@ -40,8 +40,8 @@ class JoinedRanks:
         self, sources: Sequence[TensorSource], rank: int, ways: Mapping[str, str], numbers: Mapping[str, int | None]
     ) -> None:
         own = sources[rank]
-        told = [[[_told(part) for part in one] for one in source.metadata["forwards"]] for source in sources]
-        if any(one != told[0] for one in told[1:]):
+        forwards = [[[_identity(part) for part in one] for one in source.metadata["forwards"]] for source in sources]
+        if any(one != forwards[0] for one in forwards[1:]):
             raise CorruptError("the ranks have not run the same forwards", got=str(own.path))
         self.path: Path = own.path
         self.complete = own.complete
@@ -126,5 +126,5 @@ def of_ranks(
     return [made[0], *(one for one in made[1:] if not one.is_as(made[0]))]
 
 
-def _told(part: Mapping[str, Any]) -> tuple[Any, ...]:
+def _identity(part: Mapping[str, Any]) -> tuple[Any, ...]:
     return part.get("start"), part.get("length"), tuple(part.get("prompt") or ())

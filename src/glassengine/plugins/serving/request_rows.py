@@ -160,7 +160,7 @@ class _Given:
     positions: list[int]
     lengths: list[int] | None
     pool: list[int] | None
-    told: str
+    described: str
 
     def parts(self) -> Iterator[tuple[int, int]]:
         """Yield first row and number of rows of each request."""
@@ -173,7 +173,7 @@ class _Given:
             start = self.positions[row] if row < len(self.positions) else -1
             number = length - start
             if start < 0 or number < 1 or self.positions[row : row + number] != list(range(start, length)):
-                got = f"{self.told}: a sequence of {length} tokens, positions {self.positions[row : row + 8]}"
+                got = f"{self.described}: a sequence of {length} tokens, positions {self.positions[row : row + 8]}"
                 raise CorruptError("the rows of requests do not fit", got=got)
             yield row, number
             row += number
@@ -206,7 +206,7 @@ class _Rows:
     def _forward(self, given: _Given) -> list[tuple[_Request, int, int]]:
         parts = [(row, number, given.positions[row]) for row, number in given.parts()]
         if given.pool is not None and len(given.pool) != len(parts):
-            raise CorruptError("the rows of requests do not fit", got=f"{given.told}: {len(given.pool)} requests")
+            raise CorruptError("the rows of requests do not fit", got=f"{given.described}: {len(given.pool)} requests")
         decodes = all(number == 1 and start for _, number, start in parts)
         owners = self._owners(given, parts)
         found = []
@@ -228,7 +228,7 @@ class _Rows:
         """Return the request that each part continues, by its place; a new one where that is not certain."""
         if given.pool is not None:
             return self._by_pool(given.pool, parts)
-        found: dict[int, _Request] = {}
+        owners: dict[int, _Request] = {}
         if self._lost:
             return {place: self._new(start, _UNCERTAIN) for place, (_, _, start) in enumerate(parts)}
         by_start: dict[int, list[int]] = {}
@@ -241,27 +241,27 @@ class _Rows:
                     self._forget(others)
                     # Without lengths, rows of several may look like those of one: who is where is not known any more.
                     self._lost |= given.lengths is None and bool(others)
-                    found[place] = self._new(start, _UNCERTAIN if others else _UNKNOWN)
+                    owners[place] = self._new(start, _UNCERTAIN if others else _UNKNOWN)
             elif start:
                 by_start.setdefault(start, []).append(place)
         for start, places in by_start.items():
             before = [one for one in self._alive if one.length == start]
             if len(before) == len(places):
-                found |= dict(zip(places, before, strict=True))  # servers keep their order
+                owners |= dict(zip(places, before, strict=True))  # servers keep their order
             elif before:
                 self._forget(before)
-                found |= {place: self._new(start, _UNCERTAIN) for place in places}
-        return found
+                owners |= {place: self._new(start, _UNCERTAIN) for place in places}
+        return owners
 
     def _by_pool(self, pool: Sequence[int], parts: Sequence[tuple[int, int, int]]) -> dict[int, _Request]:
-        found = {}
+        owners = {}
         for place, (_, number, start) in enumerate(parts):
             one = next((one for one in self._alive if one.slot == pool[place]), None)
             if one is not None and start and one.length == start and not (number > 1 and one.decodes):
-                found[place] = one
+                owners[place] = one
             elif one is not None:
                 self._forget([one])
-        return found
+        return owners
 
     def _forget(self, those: Sequence[_Request]) -> None:
         gone = [id(one) for one in those]

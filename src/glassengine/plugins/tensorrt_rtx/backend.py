@@ -143,7 +143,7 @@ def _ranges(program: Program) -> dict[str, _Shape]:
     largest: Mapping[str, int] = program.metadata.get(LARGEST, {})
     smallest: Mapping[str, int] = program.metadata.get(SMALLEST, {})
     bounds = {str(symbol): bound for symbol, bound in program.exported.range_constraints.items()}
-    found: dict[str, _Shape] = {}
+    ranges: dict[str, _Shape] = {}
     for name in dict.fromkeys(size for port in program.inputs for size in port.shape if isinstance(size, str)):
         low, high = 1, largest.get(name)
         # The bounds of a language model's sizes are those of the tracer; the engine has its own.
@@ -152,8 +152,8 @@ def _ranges(program: Program) -> dict[str, _Shape]:
             has_end = bounds[name].upper < sys.maxsize // 2
             high = int(bounds[name].upper) if has_end else None
         high = max(UNBOUNDED, low) if high is None else high
-        found[name] = (low, high if name == "cache" else low, high)
-    return found
+        ranges[name] = (low, high if name == "cache" else low, high)
+    return ranges
 
 
 def logger_of(trt: Any) -> Any:

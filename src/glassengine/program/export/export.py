@@ -330,8 +330,8 @@ def export_specialized(
     known = {**(metadata or {}), FIXED_INPUTS: fixed_inputs(example)}
     _, dynamic = example_of([example])
     try:
-        told = {**known, SPECIALIZED: WITH_VALUES}
-        program = traced_program(module, example, dynamic, metadata=told, **options)
+        facts = {**known, SPECIALIZED: WITH_VALUES}
+        program = traced_program(module, example, dynamic, metadata=facts, **options)
         if _repeats(program, module, example):
             return program
         first = UsageError(f"the program that was exported of {type(module).__name__} gives other results than it")
@@ -340,8 +340,8 @@ def export_specialized(
     try:
         with torch.no_grad(), quiet(), applied_state(module, None):
             repeated = written_down(module, example)
-        told = {**known, SPECIALIZED: WRITTEN_DOWN}
-        return traced_program(repeated, example, dynamic, metadata=told, **options)
+        facts = {**known, SPECIALIZED: WRITTEN_DOWN}
+        return traced_program(repeated, example, dynamic, metadata=facts, **options)
     except Exception:
         raise first from first.__cause__
 
@@ -358,11 +358,11 @@ def _repeats(program: Program, module: nn.Module, example: Mapping[str, Any]) ->
         values = torch.fx.Interpreter(program.exported.graph_module).run(*(tensors[name] for name in placeholders))
     outputs: Any = program.graph.output_node().args[0]
     made = {getattr(node, "name", ""): value for node, value in zip(outputs, values, strict=True)}
-    found = {name: made.get(node) for name, node in program.output_nodes.items()}
+    repeated = {name: made.get(node) for name, node in program.output_nodes.items()}
     return all(
-        value.is_complex() or _is_near(found[name], value)
+        value.is_complex() or _is_near(repeated[name], value)
         for name, value in own.items()
-        if isinstance(found.get(name), torch.Tensor)
+        if isinstance(repeated.get(name), torch.Tensor)
     )
 
 

@@ -120,11 +120,11 @@ def _kinds_of(part: nn.Module, dtype: str) -> list[Kind]:
 def _values(ports: tuple[Port, ...]) -> Values:
     """Return plain values of the likeliest sizes."""
     generator = torch.Generator().manual_seed(0)
-    found = {}
+    values = {}
     for port in ports:
         shape = tuple(_SIZES[size] if isinstance(size, str) else size for size in port.shape)
-        found[port.name] = plainest(WantedInput(getattr(torch, port.dtype), shape), 1, generator).value
-    return found
+        values[port.name] = plainest(WantedInput(getattr(torch, port.dtype), shape), 1, generator).value
+    return values
 
 
 def _call(module: nn.Module, values: Values) -> Any:

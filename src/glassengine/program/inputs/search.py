@@ -253,9 +253,9 @@ class Sizes:
         later = [name for name in names if self.symbols[name][1] > 0]
         batch = [name for name in names if self.symbols[name][1] == 0]
         for group, by in ((names, 1.5), (names, 2), (later, 1.5), (later, 2), (batch, 1.5), *(([n], 2) for n in names)):
-            found = {**plan, **{name: self._within(name, self._grown(name, plan[name], by)) for name in group}}
-            if found != plan:
-                yield found
+            changed = {**plan, **{name: self._within(name, self._grown(name, plan[name], by)) for name in group}}
+            if changed != plan:
+                yield changed
 
     def shape(self, port: Port, plan: Mapping[str, int]) -> tuple[int, ...]:
         """Return the sizes of an input."""

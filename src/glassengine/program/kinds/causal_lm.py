@@ -345,15 +345,15 @@ def states_of(layers: Iterable[Any]) -> tuple[State, ...]:
 
 def state_tensors(layers: Iterable[Any]) -> dict[str, torch.Tensor]:
     """Return the states in the layers of a filled cache of transformers, [B, ...] by the names of `State`."""
-    found = {}
+    states = {}
     for index, layer in enumerate(layers):
         if not isinstance(layer, LinearAttentionCacheLayerMixin):
             continue
         for word, attribute in KINDS.items():
             for number, tensor in getattr(layer, attribute).items():
                 if tensor is not None:
-                    found[f"past_{word}{number or ''}_{index}"] = tensor
-    return found
+                    states[f"past_{word}{number or ''}_{index}"] = tensor
+    return states
 
 
 def forget(cache: Any, rows: torch.Tensor) -> None:

@@ -158,11 +158,11 @@ def _compare_stages(
 def _own_changes(stages: Sequence[tuple[str, list[NodeLine]]]) -> dict[str, GraphDiff]:
     """Return stage -> what it changed in the graph of the stage before it."""
     before: list[NodeLine] = []
-    found = {}
+    changes = {}
     for name, lines in stages:
-        found[name] = diff_graphs(before, lines)
+        changes[name] = diff_graphs(before, lines)
         before = lines
-    return found
+    return changes
 
 
 def _merged(left: Sequence[str], right: Sequence[str]) -> list[str]:
@@ -215,7 +215,7 @@ class GraphDiff:
 
 def match_nodes(baseline: Sequence[NodeLine], candidate: Sequence[NodeLine]) -> dict[str, str]:
     """Return baseline node -> the candidate node that is the same; each is matched at most once."""
-    found: dict[str, str] = {}
+    matched: dict[str, str] = {}
     left, right = list(baseline), list(candidate)
     keys: tuple[Callable[[NodeLine], Hashable], ...] = (
         lambda line: (line.fingerprint, line.sites),
@@ -226,20 +226,20 @@ def match_nodes(baseline: Sequence[NodeLine], candidate: Sequence[NodeLine]) -> 
         lambda line: line.op if line.op == "output" else None,
     )
     for key in keys:
-        _pair_equal(left, right, key, found)
-        taken = set(found.values())
-        left = [line for line in left if line.name not in found]
+        _pair_equal(left, right, key, matched)
+        taken = set(matched.values())
+        left = [line for line in left if line.name not in matched]
         right = [line for line in right if line.name not in taken]
-        _follow(left, right, found)
-    taken = set(found.values())
-    left = [line for line in left if line.name not in found]
+        _follow(left, right, matched)
+    taken = set(matched.values())
+    left = [line for line in left if line.name not in matched]
     right = [line for line in right if line.name not in taken]
     old, new = ([(line.op, line.target, line.literals, line.shape) for line in side] for side in (left, right))
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     for block in matcher.get_matching_blocks():
         for offset in range(block.size):
-            found[left[block.a + offset].name] = right[block.b + offset].name
-    return found
+            matched[left[block.a + offset].name] = right[block.b + offset].name
+    return matched
 
 
 def diff_graphs(baseline: Sequence[NodeLine], candidate: Sequence[NodeLine]) -> GraphDiff:
@@ -274,7 +274,7 @@ def diff_text(diff: GraphDiff) -> str:
 
 
 def _pair_equal(
-    left: Iterable[NodeLine], right: Iterable[NodeLine], key: Callable[[NodeLine], Hashable], found: dict[str, str]
+    left: Iterable[NodeLine], right: Iterable[NodeLine], key: Callable[[NodeLine], Hashable], matched: dict[str, str]
 ) -> None:
     """Match nodes of one key in order, where both sides have as many of them."""
     groups: dict[Hashable, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
@@ -283,30 +283,30 @@ def _pair_equal(
             groups[key(line)][side].append(line.name)
     for value, (old, new) in groups.items():
         if value is not None and len(old) == len(new):
-            found.update(zip(old, new, strict=True))
+            matched.update(zip(old, new, strict=True))
 
 
-def _follow(left: Sequence[NodeLine], right: Sequence[NodeLine], found: dict[str, str]) -> None:
+def _follow(left: Sequence[NodeLine], right: Sequence[NodeLine], matched: dict[str, str]) -> None:
     """Match nodes that do the same with inputs that are matched, and so on down the graph."""
     calls: dict[Hashable, list[NodeLine]] = defaultdict(list)
     for line in left:
         calls[line.target, line.literals, line.dtype, line.shape].append(line)
-    origin = {new: old for old, new in found.items()}
+    origin = {new: old for old, new in matched.items()}
 
     def fits(old: NodeLine, new: NodeLine) -> bool:
         if len(old.inputs) != len(new.inputs):  # as of lists of tensors, which one op takes of any length
             return False
-        pairs = [(found.get(a), b if b in origin else None) for a, b in zip(old.inputs, new.inputs, strict=True)]
+        pairs = [(matched.get(a), b if b in origin else None) for a, b in zip(old.inputs, new.inputs, strict=True)]
         return all(a == b for a, b in pairs) and any(a is not None for a, _ in pairs)
 
     for new in right:
         if new.name in origin:
             continue
         same_call = calls[new.target, new.literals, new.dtype, new.shape]
-        fitting = [old for old in same_call if old.name not in found and fits(old, new)]
+        fitting = [old for old in same_call if old.name not in matched and fits(old, new)]
         old = next((old for old in fitting if old.sites == new.sites), fitting[0] if len(fitting) == 1 else None)
         if old is not None:
-            found[old.name] = new.name
+            matched[old.name] = new.name
             origin[new.name] = old.name
 
 

@@ -160,8 +160,8 @@ def read_listing(path: Path, *, inside: Path | None = None) -> list[NodeLine]:
     Raises:
         CorruptError: The file is missing, damaged, too large, or of a newer schema.
     """
-    told: dict[str, Any] = {"what": "the listing of a graph", "version": SCHEMA_VERSION, "items": _MAX_ITEMS}
-    return read_document(path, _Listing, most=MAX_BYTES, inside=inside or path.parent, **told).nodes
+    limits: dict[str, Any] = {"what": "the listing of a graph", "version": SCHEMA_VERSION, "items": _MAX_ITEMS}
+    return read_document(path, _Listing, most=MAX_BYTES, inside=inside or path.parent, **limits).nodes
 
 
 def _text(value: Any) -> str:

@@ -67,12 +67,12 @@ def read_tensors(files: Sequence[Path]) -> dict[str, Tensor]:
 
 def read_headers(files: Sequence[Path]) -> dict[str, str]:
     """Return the metadata of the safetensors among `files`."""
-    found: dict[str, str] = {}
+    metadata: dict[str, str] = {}
     for path in files:
         if path.suffix == ".safetensors":
             with open_safetensors(path) as file:
-                found |= file.metadata() or {}
-    return found
+                metadata |= file.metadata() or {}
+    return metadata
 
 
 def num_tensors(directory: Path) -> int:

@@ -77,31 +77,31 @@ class StoredModule(nn.Module):
 
     def values(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Run the stored graph node by node and return its tensors by op site."""
-        found: dict[str, torch.Tensor] = {}
-        self._run(inputs, found)
-        return found
+        tensors: dict[str, torch.Tensor] = {}
+        self._run(inputs, tensors)
+        return tensors
 
     def forward(self, **inputs: Any) -> Any:
         """Run the stored graph."""
         if not is_heard():
             args, kwargs = self._arguments.split({**self._fixed, **inputs})
             return self._stored[0](*args, **kwargs)
-        found: dict[str, torch.Tensor] = {}
-        result = self._run(inputs, found)
-        for site, tensor in found.items():
+        tensors: dict[str, torch.Tensor] = {}
+        result = self._run(inputs, tensors)
+        for site, tensor in tensors.items():
             deliver(site, tensor)
         return result
 
-    def _run(self, inputs: Mapping[str, Any], found: dict[str, torch.Tensor]) -> Any:
+    def _run(self, inputs: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
         args, kwargs = self._arguments.split({**self._fixed, **inputs})
-        return _Observing(self._stored[0], self._sites, found).run(*args, *kwargs.values())
+        return _Observing(self._stored[0], self._sites, tensors).run(*args, *kwargs.values())
 
 
 class _Observing(torch.fx.Interpreter):
-    def __init__(self, module: Any, sites: Mapping[str, str], found: dict[str, torch.Tensor]) -> None:
+    def __init__(self, module: Any, sites: Mapping[str, str], tensors: dict[str, torch.Tensor]) -> None:
         super().__init__(module)
         self._sites = sites
-        self._found = found
+        self._found = tensors
 
     def run_node(self, n: Node) -> Any:
         value = super().run_node(n)
@@ -195,9 +195,9 @@ def _sites_of_stored(exported: ExportedProgram, program: Program) -> dict[str, s
 
     sites = {site.node: site.name for site in program.sites if site.kind == "op"}
     functional = by_place(program.graph)
-    found: dict[str, str] = {}
+    site_of: dict[str, str] = {}
     for place, nodes in by_place(exported.graph).items():
         others = functional.get(place, [])
         if len(others) == len(nodes):
-            found |= {node.name: sites[other.name] for node, other in zip(nodes, others, strict=True)}
-    return found
+            site_of |= {node.name: sites[other.name] for node, other in zip(nodes, others, strict=True)}
+    return site_of

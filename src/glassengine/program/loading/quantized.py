@@ -58,8 +58,8 @@ def take_settings(config: Any) -> dict[str, Any] | None:
     if settings is None:
         return None
     del config.quantization_config
-    found: dict[str, Any] = dict(settings if isinstance(settings, Mapping) else settings.to_dict())
-    return found
+    taken: dict[str, Any] = dict(settings if isinstance(settings, Mapping) else settings.to_dict())
+    return taken
 
 
 def load_quantized(

@@ -148,7 +148,7 @@ def _derived(program: Program, ranks: int) -> dict[str, ShardPlacement]:
         kind = name_of(node) if node.op == "call_function" else ""
         if kind in _WEIGHT_AT and getattr(node.args[_WEIGHT_AT[kind]], "name", "") in placeholders:
             groups[_same(node.args[_SOURCE_AT[kind]])].append(node)
-    found: dict[str, ShardPlacement] = {}
+    derived: dict[str, ShardPlacement] = {}
     taken: set[str] = set()
     for products in groups.values():
         if any(_weight(node).name in taken for node in products):
@@ -157,10 +157,10 @@ def _derived(program: Program, ranks: int) -> dict[str, ShardPlacement]:
             if all(cut.fits(ranks) for cut in cuts.values()):
                 layout = lay_out(program, cuts, ranks)
                 if not layout.gathered and _ends_well(program, layout, products):
-                    found |= cuts
+                    derived |= cuts
                     taken |= set(layout.inputs)
                     break
-    return found
+    return derived
 
 
 def _same(node: Any) -> Any:

@@ -59,10 +59,10 @@ def lay_out(program: Program, weights: Mapping[str, ShardPlacement], ranks: int)
     inputs = {name: cut for name, cut in weights.items() if cut.fits(ranks)}
     while True:
         layout, asked = _flow(program, inputs, ranks)
-        found = {
+        cut_at = {
             name: next(iter(cuts)) for name, cuts in asked.items() if name in free - inputs.keys() and len(cuts) == 1
         }
-        more = {name: cut for name, cut in found.items() if cut is not None}
+        more = {name: cut for name, cut in cut_at.items() if cut is not None}
         if not more:
             return layout
         inputs |= more

@@ -45,36 +45,36 @@ def require_layers(program: Program, stages: int) -> dict[str, int]:
 
 
 def _layers(program: Program) -> list[str]:
-    found: dict[str, None] = {}
+    layers: dict[str, None] = {}
     for present in program.caches.values():
         sites = program.sites.by_node.get(program.output_nodes[present], ())
         match = re.match(r"(.*?\.\d+)(?=[./:@]|$)", sites[0].name if sites else "")
         if match:
-            found[match[1]] = None
-    return list(found)
+            layers[match[1]] = None
+    return list(layers)
 
 
 def stage_of_nodes(program: Program, stages: int) -> dict[str, int]:
     """Return node -> stage, of all ops but those that any stage computes for itself."""
     layers = require_layers(program, stages)
-    found: dict[str, int] = {}
+    stage_of: dict[str, int] = {}
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
-        above = [found[item.name] for item in node.all_input_nodes if item.name in found]
+        above = [stage_of[item.name] for item in node.all_input_nodes if item.name in stage_of]
         path = program.sites.by_node[node.name][0].name if node.name in program.sites.by_node else ""
         match = re.match(r"(.*?\.\d+)(?=[./:@]|$)", path)
         own = [layers[match[1]]] if match and match[1] in layers else []
         if above or own:
-            found[node.name] = max(above + own)
+            stage_of[node.name] = max(above + own)
     weights = {name for name, value in program.weights().items() if isinstance(value, torch.nn.Parameter)}
     for node in program.graph.nodes:
         # Before the layers: an embedding belongs to the first stage, and all that is computed from it.
-        if node.op == "call_function" and node.name not in found:
-            reads = any(item.name in weights or found.get(item.name) == 0 for item in node.all_input_nodes)
+        if node.op == "call_function" and node.name not in stage_of:
+            reads = any(item.name in weights or stage_of.get(item.name) == 0 for item in node.all_input_nodes)
             if reads:
-                found[node.name] = 0
-    return found
+                stage_of[node.name] = 0
+    return stage_of
 
 
 def cut_stages(program: Program, stages: int) -> list[Program]:

@@ -102,8 +102,8 @@ def inert_archive(path: Path, *, has_weights: bool = False) -> io.BytesIO:
                 if entry.use_pickle or not stored.fullmatch(entry.path_name):
                     raise _refusal(path, f"a pickle for {weight!r}")
         check_unfolded(read_torch(io.BytesIO(files[_EXAMPLES]), name=f"{path}:{_EXAMPLES}"), str(path))
-        told: dict[str, Any] = {"items": MAX_ITEMS, "nonfinite": True, "what": "the graph"}
-        model = parsed(files[_MODEL], dict[str, Any], f"{path}:{_MODEL}", **told)
+        limits: dict[str, Any] = {"items": MAX_ITEMS, "nonfinite": True, "what": "the graph"}
+        model = parsed(files[_MODEL], dict[str, Any], f"{path}:{_MODEL}", **limits)
         if has_weights and model.pop("guards_code", None):
             files[_MODEL] = json.dumps({**model, "guards_code": []}).encode()
     except GlassError:

@@ -222,7 +222,7 @@ def build_sites(
     prints = fingerprints(graph, names)
     occurrences: Counter[tuple[str, str]] = Counter()
     numbered: Counter[str] = Counter()
-    own: dict[Node, Site] = {}
+    own_sites: dict[Node, Site] = {}
     extra: dict[Node, list[Site]] = {}
 
     for node in graph.nodes:
@@ -244,7 +244,7 @@ def build_sites(
             aliases=(node.name, *_document_names(op, numbered)),
         )
         occurrences[where, op] += 1
-        own[node] = site
+        own_sites[node] = site
         if node.name in caches:
             extra.setdefault(node, []).append(
                 replace(site, name=f"{where}:kv.{caches[node.name]}", kind="kv", aliases=())
@@ -259,14 +259,14 @@ def build_sites(
                 f"tap {mark.port[1:]!r} has the name of a submodule of {path!r}", hint="give the tap another name"
             )
         name = tap_site(where, mark.port[1:]) if tap else port_site(where, mark.port)
-        base = own.get(mark.node) or _input_site(mark.node, symbols, prints)
+        base = own_sites.get(mark.node) or _input_site(mark.node, symbols, prints)
         if base is not None:
             named = replace(base, name=name, kind="tap" if tap else "module", aliases=())
             extra.setdefault(mark.node, []).append(named)
 
     ordered = []
     for node in graph.nodes:
-        ordered += [own[node]] if node in own else []
+        ordered += [own_sites[node]] if node in own_sites else []
         ordered += extra.get(node, [])
     return SiteTable(ordered)
 

@@ -102,21 +102,21 @@ def _successors(
     before: dict[str, Node], uses: dict[str, list[tuple[str, list[int]]]], after: dict[str, Node]
 ) -> dict[str, Node]:
     """Map each vanished node to the new node that now feeds the same argument of a surviving consumer."""
-    found: dict[str, Node] = {}
+    successors: dict[str, Node] = {}
     for name in reversed(before):
         if name in after:
             continue
         for consumer, slots in uses[name]:
-            survivor = after.get(consumer) or found.get(consumer)
+            survivor = after.get(consumer) or successors.get(consumer)
             if survivor is None:
                 continue
             flat, _ = pytree.tree_flatten((survivor.args, survivor.kwargs))
             candidates = [flat[i] for i in slots if i < len(flat) and isinstance(flat[i], Node)]
-            new = [node for node in candidates if node.name not in before and node not in found.values()]
+            new = [node for node in candidates if node.name not in before and node not in successors.values()]
             if new:
-                found[name] = new[0]
+                successors[name] = new[0]
                 break
-    return found
+    return successors
 
 
 def _restore_meta(
@@ -153,14 +153,14 @@ def _sites(program: Program, graph: torch.fx.Graph, renamed: Mapping[str, str]) 
         kept.setdefault(name, []).append(replace(site, node=name, aliases=aliases))
     numbers = Counter(site.name.rpartition(".")[0] for site in program.sites if site.kind == "op")
     table: list[Site] = []
-    where: dict[Node, str] = {}
+    positions: dict[Node, str] = {}
     for node in graph.nodes:
         own = kept.get(node.name, [])
         path = next((site.name.split("/")[0] for site in own if site.kind == "op"), None)
         # An inserted op belongs to the module that made its first input.
-        where[node] = path or next((where[source] for source in node.all_input_nodes), ROOT)
+        positions[node] = path or next((positions[source] for source in node.all_input_nodes), ROOT)
         if not own and is_tensor_node(node):
-            stem = op_site(where[node], op_name(node), 0).rpartition(".")[0]
+            stem = op_site(positions[node], op_name(node), 0).rpartition(".")[0]
             name = f"{stem}.{numbers[stem]}"
             numbers[stem] += 1
             own = [Site(name, "op", node.name, op_name(node), "", (), {}, None, prints[node], (node.name,))]

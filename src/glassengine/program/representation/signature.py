@@ -158,7 +158,7 @@ def small_sizes(module: nn.Module, program: Program, steps: Sequence[Mapping[str
         program: Its program.
         steps: Keyword arguments, as it was exported with.
     """
-    found: dict[str, int] = {}
+    small: dict[str, int] = {}
     for step in steps:
         leaves = [leaf for _, leaf in port_leaves(":in", dict(step))]
         tensors = {port.name: leaf for port, leaf in zip(program.inputs, leaves, strict=True)}
@@ -169,8 +169,8 @@ def small_sizes(module: nn.Module, program: Program, steps: Sequence[Mapping[str
             if isinstance(name, str) and size == 1
         }
         if of_one and _agree(module, program, step, tensors):
-            found |= dict.fromkeys(of_one, 1)
-    return found
+            small |= dict.fromkeys(of_one, 1)
+    return small
 
 
 def _agree(module: nn.Module, program: Program, step: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> bool:

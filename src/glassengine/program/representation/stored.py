@@ -144,8 +144,8 @@ def load_names(directory: Path) -> dict[str, Any]:
     """
     path = directory / _NAMES_FILE
     # Arguments that were built in may be infinite.
-    told: dict[str, Any] = {"what": path.name, "version": SCHEMA_VERSION, "nonfinite": True}
-    names = read_document(path, _Names, most=_MAX_NAMES_BYTES, inside=directory, items=_MAX_NAMES_ITEMS, **told)
+    limits: dict[str, Any] = {"what": path.name, "version": SCHEMA_VERSION, "nonfinite": True}
+    names = read_document(path, _Names, most=_MAX_NAMES_BYTES, inside=directory, items=_MAX_NAMES_ITEMS, **limits)
     converted(names.metadata, _Metadata, path, what=f"the metadata of {path.name}")
     try:
         sites = SiteTable(Site(**msgspec.structs.asdict(site)) for site in names.sites)

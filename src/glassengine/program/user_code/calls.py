@@ -84,8 +84,8 @@ def problem_function(of: type, name: str) -> Callable[[], Any] | None:
     """Return `get_inputs` or `get_init_inputs` of the file of a class, as problems of KernelBench have them."""
     namespace = vars(sys.modules.get(of.__module__, sys))
     both = all(callable(namespace.get(one)) for one in ("get_inputs", "get_init_inputs"))
-    found: Callable[[], Any] | None = namespace[name] if both else None
-    return found
+    function: Callable[[], Any] | None = namespace[name] if both else None
+    return function
 
 
 @contextlib.contextmanager

@@ -73,14 +73,14 @@ def forward_parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
         return module.signature.parameters
     if not isinstance(module, torch.jit.ScriptModule):
         return inspect.signature(as_written(module).forward).parameters
-    found = {}
+    parameters = {}
     scripted: Any = module.forward
     for argument in scripted.schema.arguments[1:]:
         default = argument.default_value if argument.has_default_value() else inspect.Parameter.empty
-        found[argument.name] = inspect.Parameter(
+        parameters[argument.name] = inspect.Parameter(
             argument.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=str(argument.type)
         )
-    return found
+    return parameters
 
 
 def called_by_name(module: nn.Module) -> nn.Module:
@@ -124,13 +124,13 @@ def methods_of_classes(module: nn.Module) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for part in module.modules():
-            own = {
+            methods = {
                 name: value.__func__
                 for name, value in vars(part).items()
                 if isinstance(value, MethodType) and value.__self__ is part
             }
-            if own:
-                stack.enter_context(_with_methods(part, own))
+            if methods:
+                stack.enter_context(_with_methods(part, methods))
         yield
 
 

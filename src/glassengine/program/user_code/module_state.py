@@ -127,8 +127,8 @@ def own_copies(arguments: Mapping[str, Any]) -> dict[str, Any]:
         except Exception:  # an object of the user's that cannot be copied is given as it is
             return leaf
 
-    found: dict[str, Any] = pytree.tree_map(copied, dict(arguments))
-    return found
+    copies: dict[str, Any] = pytree.tree_map(copied, dict(arguments))
+    return copies
 
 
 def run_with(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import re
 import signal
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -187,6 +188,14 @@ class RecordingPolicy:
             found = self._known[site] = self._look(site)
         return found
 
+    def may_want(self, path: str) -> bool:
+        """Return whether a site of the module at `path` may be recorded; taps inside of it aside."""
+        if self._sites is None:
+            return True
+        parts = path.split(".")
+        ends = [".".join(parts[first:]) for first in range(len(parts))]
+        return any(_may_name(pattern, ends) for pattern in self._sites)
+
     def watch(self, is_behind: Callable[[], bool]) -> None:
         """Leave values out while a store is behind, if that was asked for."""
         self._is_behind = is_behind if self._cuts else None
@@ -241,6 +250,17 @@ class RecordingPolicy:
         found = [pattern for pattern in patterns if matches(pattern, site)]
         self._matched.update(found)
         return bool(found)
+
+
+def _may_name(pattern: str, ends: Sequence[str]) -> bool:
+    """Return whether a pattern may match one of `ends` with a call or port, by what comes before its first wildcard."""
+    if pattern.startswith("re:") or "kv" in pattern:  # caches are found in the inputs of other modules
+        return True
+    literal = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
+    is_glob = literal != pattern
+    return any(literal.startswith((f"{end}:", f"{end}@")) or end == literal for end in ends) or (
+        is_glob and any(end.startswith(literal) for end in ends)
+    )
 
 
 def _step_numbers(steps: Collection[int]) -> Collection[int]:

@@ -177,5 +177,5 @@ def test_a_rotation_by_stored_tables_is_left_out() -> None:
 
     angles = torch.arange(1.0, 7.0)[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001]).repeat_interleave(2)
     given = {"x": drawn(2, 6, 8), "table": angles.cos(), "weight": angles.sin()}
-    hint = told(turned, lambda x, cos, sin: x * 1.0, given)
+    hint = told(turned, lambda x, cos, sin: x.clone(), given)
     assert (hint.kind, hint.text) == ("position", "a rotation by positions is left out")

@@ -44,8 +44,8 @@ def print_test_update(device: Any, accuracy: float | None, epoch: int | None = N
 
 
 def _print(what: str, device: Any, **parts: object) -> None:
-    told = [f"{name}={value}" for name, value in parts.items() if value is not None]
-    line = " ".join(["|", what, f"Device={device}/{global_ordinal()}", *told, f"Time={now()}"])
+    stated = [f"{name}={value}" for name, value in parts.items() if value is not None]
+    line = " ".join(["|", what, f"Device={device}/{global_ordinal()}", *stated, f"Time={now()}"])
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

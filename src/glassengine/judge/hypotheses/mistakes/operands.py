@@ -156,7 +156,7 @@ def _of_two(question: Question, node: Node, a: Node, b: Node) -> Iterator[tuple[
             kind: Kind = "stale" if is_of_before(question, lost) else "bias missing" if is_bias else "other"
             yield kind, f"{what} is not {verb}", one, lost
             yield "scale", f"{what} is {verb} twice", made + other if is_sum else made - other, None
-            yield "scale", f"{what} is {reverse}", one - other if is_sum else one + other, None
+            yield "scale", f"{what} is {reverse}, not {verb}", one - other if is_sum else one + other, None
             yield "other", f"{what} is multiplied, not {verb}", one * other, None
         elif name == "mul":
             yield "mask" if _is_of_flags(other) else "scale", f"{what} is not multiplied", one, lost

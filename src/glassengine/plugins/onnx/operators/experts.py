@@ -40,10 +40,10 @@ def experts(
     whole = {name: entry.i for name, entry in attributes.items() if entry.type == 2}
     real = {name: entry.f for name, entry in attributes.items() if entry.type == 1}
     bits, block = whole.get("expert_weight_bits", _FOUR), whole.get("block_size", 0)
-    told = {name: whole[name] for name in whole if name.endswith("_expert_weight_bits")}
+    widths = {name: whole[name] for name in whole if name.endswith("_expert_weight_bits")}
     rounds = whole.get("accuracy_level", 0) == _INT8 or (block > 0 and bits != _FOUR)
     kind = attributes["quant_type"].s if "quant_type" in attributes else _INTEGERS
-    is_known = kind == _INTEGERS and not told and not rounds and bits in (_FOUR, 8)
+    is_known = kind == _INTEGERS and not widths and not rounds and bits in (_FOUR, 8)
     if not is_known or given is None or whole.get("use_sparse_mixer") or "fc1" not in given:
         return None
     if any(f"{name}_scales" not in given for name in ("fc1", "fc2", "fc3") if name in given):

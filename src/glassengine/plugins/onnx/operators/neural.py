@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,8 +49,8 @@ def _added_product(c: Tensor, a: Tensor, b: Tensor, *, alpha: float, beta: float
 
 
 @computes("einsum", "Einsum")
-def _einsum(*values: Tensor, equation: str) -> Tensor:
-    return torch.einsum(equation.replace(" ", ""), *values)
+def _einsum(*operands: Tensor, equation: str) -> Tensor:
+    return torch.einsum(equation.replace(" ", ""), *operands)
 
 
 @computes("convolution", "Conv")
@@ -290,11 +289,13 @@ def _batch_norm(node: OnnxNode) -> Call:
     return OnnxFunction(_batch_normalized, "_native_batch_norm_legit_no_training"), arguments, {}
 
 
-def _batch_normalized(x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor, *options: Any) -> Tensor:
+def _batch_normalized(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, training: bool, momentum: float, eps: float
+) -> Tensor:
     # Written out, because the statistics may be of another type than `x`.
     channel = [1, -1, *[1] * (x.dim() - 2)] if x.dim() > 1 else [-1]
-    w, b, mean, var = (part.to(x.dtype).reshape(channel) for part in (w, b, mean, var))
-    result: Tensor = (x - mean) / (var + options[-1]).sqrt() * w + b
+    weight, bias, mean, var = (part.to(x.dtype).reshape(channel) for part in (weight, bias, mean, var))
+    result: Tensor = (x - mean) / (var + eps).sqrt() * weight + bias
     return result
 
 

@@ -48,8 +48,8 @@ def _transpose(x: Tensor, *, perm: list[int] | None = None) -> Tensor:
 
 
 @computes("cat", "Concat")
-def _concat(*values: Tensor, axis: int) -> Tensor:
-    return torch.cat(values, axis)
+def _concat(*tensors: Tensor, axis: int) -> Tensor:
+    return torch.cat(tensors, axis)
 
 
 @computes("reshape", "Flatten")

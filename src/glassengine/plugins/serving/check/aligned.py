@@ -65,13 +65,13 @@ class Alignment:
 def _with_biases(source: TensorSource) -> dict[str, str]:
     """Return products of a recording -> the sums in which a bias is added to them: a layer's result is the sum."""
     graph = source.metadata.get("graph") or {}
-    found = {}
+    sums = {}
     for site, node in graph.items():
         product, *others = node.get("sources") or [""]
         is_sum = site.rpartition("/")[2].startswith("add.") and "/mul_mat." in product
         if is_sum and len(others) == 1 and others[0].endswith(".bias"):
-            found[product] = site
-    return found
+            sums[product] = site
+    return sums
 
 
 def _architecture(layout: str, config: Any) -> str:
@@ -87,7 +87,7 @@ def _architecture(layout: str, config: Any) -> str:
 def operands_of(alignment: Alignment, program: Program) -> tuple[dict[str, Callable[[torch.Tensor], Read]], set[str]]:
     """Return what the products of a recording read of their activations, by node, and the types that they read."""
     graph = alignment.source.metadata.get("graph") or {}
-    found: dict[str, Callable[[torch.Tensor], Read]] = {}
+    readers: dict[str, Callable[[torch.Tensor], Read]] = {}
     kinds: set[str] = set()
     nodes = {node.name: node for node in program.graph.nodes}
     for site in program.sites:
@@ -98,9 +98,9 @@ def operands_of(alignment: Alignment, program: Program) -> tuple[dict[str, Calla
         read = {kind for name in known[0] if (kind := _reads(graph, name)) is not None}
         if len(read) == 1:
             (kind,) = read
-            found[site.node] = READERS[kind]
+            readers[site.node] = READERS[kind]
             kinds.add(kind)
-    return found, kinds
+    return readers, kinds
 
 
 def arithmetic_of(
@@ -118,7 +118,7 @@ def arithmetic_of(
     hidden = max((ROUNDOFF[kind] for kind in hidden_kinds(alignment)), default=0.0)
     table, weights = alignment.table, {node.name for node in weight_only_nodes(program)}
     summed: dict[str, Accumulation] = {}
-    found = {**operands, **{node: READERS[_AS_READ[dtype]] for node, dtype in alignment.rounded.items()}}
+    readers = {**operands, **{node: READERS[_AS_READ[dtype]] for node, dtype in alignment.rounded.items()}}
     cached = getattr(torch, table.deployed) if as_deployed and table.deployed else None
     for node in program.graph.nodes:
         if node.op != "call_function" or not traits_of(node).reads_memory or node.name in operands:
@@ -127,7 +127,7 @@ def arithmetic_of(
             if hidden:  # of experts; a roundoff is the most that a number is off, and about twice what most are
                 summed[node.name] = Accumulation(u_operands=hidden / 2)
         elif cached is not None:
-            found[node.name] = READERS[_AS_READ[cached]]
+            readers[node.name] = READERS[_AS_READ[cached]]
             u = unit_roundoff(cached)  # what attention adds up over its keys is kept so, too
             of_values = op_name(_origin(node.all_input_nodes[0])).endswith("softmax")
             summed[node.name] = Accumulation(u_sums=u) if of_values else Accumulation(u_contexts=u)
@@ -137,7 +137,7 @@ def arithmetic_of(
     said = [_WORDS.get(kind, "8-bit activations") for kind in sorted(kinds)]
     said += [f"{table.deployed} keys and values"] * (cached is not None)
     said += ["float16 tables"] * bool(alignment.rounded)
-    return CoarseArithmetic(found, summed, rounded, tuple(dict.fromkeys(said)))
+    return CoarseArithmetic(readers, summed, rounded, tuple(dict.fromkeys(said)))
 
 
 _AS_READ = {torch.float16: "F16", torch.bfloat16: "BF16"}

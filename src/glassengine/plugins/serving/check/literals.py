@@ -199,7 +199,7 @@ def _expected(config: Any) -> dict[str, list[float]]:
     width = getattr(text, "head_dim", None) or hidden // heads
     scale = getattr(text, "attention_multiplier", None)
     scale = scale or float(getattr(text, "query_pre_attn_scalar", None) or width) ** -0.5
-    found = {
+    expected = {
         "freq_base": bases,
         "freq_scale": [1.0, *(1.0 / factor for factor in factors)] if plain else [],
         "eps": [float(one) for one in eps if isinstance(one, float)],
@@ -210,4 +210,4 @@ def _expected(config: Any) -> dict[str, list[float]]:
         "key and value heads": [float(getattr(text, "num_key_value_heads", None) or heads)],
         "window": _windows(text),
     }
-    return {name: values for name, values in found.items() if values}
+    return {name: values for name, values in expected.items() if values}

@@ -186,8 +186,8 @@ def judge_weights(
             reason = "the candidate does not show it" if one is None else one.reason or "the candidate has none"
             skipped.append(Skipped(f"{name}:param", "baseline", reason, level=LEVEL))
         else:
-            others = {other: tensor for other, tensor in parameters.items() if other != name}
-            found = _judge(name, parameter.detach().float(), one, others, heads)
+            other_parameters = {other: tensor for other, tensor in parameters.items() if other != name}
+            found = _judge(name, parameter.detach().float(), one, other_parameters, heads)
             is_matrix = parameter.dim() >= _LEAST_DIMS
             judged.append(replace(found, served=replace(one, value=None, step=None), is_matrix=is_matrix))
     return WeightsFound(tuple(judged), tuple(skipped))
@@ -197,7 +197,7 @@ def _judge(
     name: str,
     parameter: Tensor,
     served: ServedWeight,
-    others: Mapping[str, Tensor],
+    other_parameters: Mapping[str, Tensor],
     heads: Mapping[str, int | None],
 ) -> JudgedWeight:
     if served.value is None:
@@ -213,13 +213,13 @@ def _judge(
         where = f"{int(lost.sum())} of {lost.numel()} elements, in rows {int(rows[0])} to {int(rows[-1])}"
         bad = Hint("other", f"{name} has NaN or infinity in {where}", 1.0, evidence="not a number")
         return JudgedWeight(name, served, "wrong", None, (next(_bytes(name, parameter, served), bad),))
-    verdict, error, hints = _within(parameter, served, served.value, served.step, others, name)
+    verdict, error, hints = _within(parameter, served, served.value, served.step, other_parameters, name)
     if verdict != "wrong":
         return JudgedWeight(name, served, verdict, error)
     if served.tied:
         text = f"tied head: the file has no tensor for {name}, and {served.stored[0]} is read, which is another"
         return JudgedWeight(name, served, "wrong", error, (Hint("swapped", text, 1.0, evidence="tied"),))
-    known = next(_mistakes(name, parameter, served, others, heads), None)
+    known = next(_mistakes(name, parameter, served, other_parameters, heads), None)
     return JudgedWeight(name, served, "wrong", error, (known,) if known is not None else hints)
 
 
@@ -228,7 +228,7 @@ def _within(
     served: ServedWeight,
     value: Tensor,
     step: Tensor | None,
-    others: Mapping[str, Tensor],
+    other_parameters: Mapping[str, Tensor],
     name: str,
 ) -> tuple[Verdict, WeightError | None, tuple[Hint, ...]]:
     """Return the verdict of `value` as the parameter, its error where it is quantized, and hints."""
@@ -245,12 +245,12 @@ def _within(
         room = served.room + (0.0 if dtype is torch.float32 else 1.0) * room
         if bool(((value - parameter).abs() <= room).all()):
             return "rounding", None, ()
-        kind, how = relation(name, name, parameter.double(), value.double(), _like(parameter, others))
+        kind, how = relation(name, name, parameter.double(), value.double(), _like(parameter, other_parameters))
         return "wrong", None, (Hint(kind, how, 1.0 if kind != "other" else 0.6, evidence="weights"),)
     if set(served.types) == {"MXFP4"}:  # the format cuts off what is between 6 and 8 scales
         cut = (step < 0) & (parameter.sign() == value.sign()) & (parameter.abs() < 8 / 6 * value.abs())
         parameter = torch.where(cut & (parameter.abs() > value.abs()), value, parameter)
-    like = {key: one.float() for key, one in _like(parameter, others).items()}
+    like = {key: one.float() for key, one in _like(parameter, other_parameters).items()}
     found = judge_weight(parameter, value, step, like, by_group=not any(map(_is_codebook, served.types)))
     hints = tuple(replace(hint, text=f"{name}: {hint.text}") for hint in found.mistakes)
     return ("wrong" if found.mistakes else "rounding"), found, hints
@@ -260,9 +260,9 @@ def _is_codebook(kind: str) -> bool:
     return kind.startswith(("IQ1", "IQ2", "IQ3", "TQ"))
 
 
-def _like(parameter: Tensor, others: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found = {name: tensor for name, tensor in others.items() if tensor.shape == parameter.shape}
-    return dict(list(found.items())[:_MOST_TOLD])
+def _like(parameter: Tensor, other_parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    same_shape = {name: tensor for name, tensor in other_parameters.items() if tensor.shape == parameter.shape}
+    return dict(list(same_shape.items())[:_MOST_TOLD])
 
 
 _Change = Callable[[Tensor], Tensor]
@@ -272,7 +272,7 @@ def _mistakes(
     name: str,
     parameter: Tensor,
     served: ServedWeight,
-    others: Mapping[str, Tensor],
+    other_parameters: Mapping[str, Tensor],
     heads: Mapping[str, int | None],
 ) -> Iterator[Hint]:
     """Yield the conversion whose opposite makes the parameter out of what the engine has."""
@@ -284,7 +284,7 @@ def _mistakes(
         about = replace(served, room=served.room + 2.0**-21) if kind == "offset" else served
         if _within(parameter, about, value, step, {}, name)[0] != "wrong":
             yield Hint("scale" if kind == "offset" else kind, f"{name}: {text}", 1.0, evidence="weights", proven=True)
-    for other, tensor in _like(parameter, others).items():
+    for other, tensor in _like(parameter, other_parameters).items():
         if _within(tensor.float(), served, served.value, served.step, {}, other)[0] != "wrong":
             yield Hint("swapped", f"{name} holds {other}", 1.0, evidence="weights", proven=True)
 

@@ -221,19 +221,19 @@ def _tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], TensorType, int]:
 def _placed(
     tensors: list[tuple[str, tuple[int, ...], TensorType, int]], start: int, alignment: int, size: int
 ) -> dict[str, GgufTensor]:
-    found: dict[str, GgufTensor] = {}
+    placed: dict[str, GgufTensor] = {}
     for name, shape, kind, offset in tensors:
-        if name in found:
+        if name in placed:
             raise ValueError(f"the tensor {name!r} appears twice")
         one = GgufTensor(name, shape, kind, start + offset)
         if offset % alignment or one.offset + one.num_bytes > size:
             raise ValueError(f"the bytes of the tensor {name!r} are not in the file: {offset:,} and {one.num_bytes:,}")
-        found[name] = one
-    places = sorted(found.values(), key=lambda one: one.offset)
+        placed[name] = one
+    places = sorted(placed.values(), key=lambda one: one.offset)
     for one, following in itertools.pairwise(places):
         if one.offset + one.num_bytes > following.offset:
             raise ValueError(f"the tensors {one.name!r} and {following.name!r} share bytes")
-    return found
+    return placed
 
 
 _LIMITS = {

@@ -140,8 +140,8 @@ class Library:
         self.tensor = self._tensor_layout()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        found: Callable[..., Any] = getattr(self._dll, name)
-        return found
+        function: Callable[..., Any] = getattr(self._dll, name)
+        return function
 
     def has(self, name: str) -> bool:
         """Whether it exports a function."""

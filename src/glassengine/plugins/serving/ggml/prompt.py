@@ -137,16 +137,16 @@ class GgufSide(PromptSide):
 
     @staticmethod
     def _settings(file: GgufFile, vocabulary: Vocabulary) -> dict[str, PromptSetting]:
-        found = {name: PromptSetting(value, "default of llama-server", False) for name, value in _DEFAULTS.items()}
+        settings = {name: PromptSetting(value, "default of llama-server", False) for name, value in _DEFAULTS.items()}
         for key, name in _SAMPLING.items():
             value = file.settings.get(f"general.sampling.{key}")
             if value is not None:
-                found[name] = PromptSetting(value, f"general.sampling.{key}")
+                settings[name] = PromptSetting(value, f"general.sampling.{key}")
         if vocabulary.special["eos"]:
-            found["eos_token_id"] = PromptSetting(
+            settings["eos_token_id"] = PromptSetting(
                 list(vocabulary.special["eos"]), "tokens that end a generation", False
             )
-        return found
+        return settings
 
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         """Return the ids of each text; text that spells a special token becomes it."""

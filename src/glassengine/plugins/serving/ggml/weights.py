@@ -34,7 +34,7 @@ def served_weights(
         table: Of its architecture.
     """
     layers = int(file.number("block_count") or 0)
-    found: dict[str, Callable[[], ServedWeight]] = {}
+    weights: dict[str, Callable[[], ServedWeight]] = {}
     used: set[str] = set()
     for name, parameter in _parameters(module):
         rule, stored = stored_names(name, table, file.architecture, layers)
@@ -45,10 +45,10 @@ def served_weights(
         used.update(stored)
         if missing or not stored:
             reason = f"the file has no {' and '.join(missing)}" if missing else "gguf has no name for it"
-            found[name] = partial(ServedWeight, stored, None, reason=reason)
+            weights[name] = partial(ServedWeight, stored, None, reason=reason)
         else:
-            found[name] = partial(_weight, file, stored, rule, parameter, tied=tied)
-    return Unread(found), [name for name in file.tensors if name not in used]
+            weights[name] = partial(_weight, file, stored, rule, parameter, tied=tied)
+    return Unread(weights), [name for name in file.tensors if name not in used]
 
 
 def _parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -206,7 +206,7 @@ def _settings(config: Any, architecture: str) -> dict[str, Any]:
     is_rms = of("rms_norm_eps") is not None
     norm = "attention.layer_norm_rms_epsilon" if is_rms else "attention.layer_norm_epsilon"
     has_rope = bool(full)
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "context_length": of("max_position_embeddings", "n_positions"),
         "embedding_length": numbers["hidden"],
         "block_count": numbers["layers"],
@@ -235,10 +235,10 @@ def _settings(config: Any, architecture: str) -> dict[str, Any]:
         "attention.causal": False if architecture == "bert" else None,
     }
     if architecture == "phi3":
-        found["rope.scaling.original_context_length"] = of("original_max_position_embeddings")
+        settings["rope.scaling.original_context_length"] = of("original_max_position_embeddings")
     if full.get("rope_type") == "linear":
-        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(full["factor"])}
+        settings |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(full["factor"])}
     kinds = of("layer_types")
     if architecture == "gemma3" and kinds and of("sliding_window"):
-        found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in kinds]
-    return {name: value for name, value in found.items() if value is not None}
+        settings["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in kinds]
+    return {name: value for name, value in settings.items() if value is not None}

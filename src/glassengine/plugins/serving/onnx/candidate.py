@@ -58,20 +58,20 @@ class OnnxCandidate:
         names = site_names(graph)
         held = {_renamed(name, names): one for name, one in graph.held().items()}
         table, index = self.table(config), NameIndex(held)
-        found: dict[str, Callable[[], ServedWeight]] = {}
+        readers: dict[str, Callable[[], ServedWeight]] = {}
         used: set[str] = set()
         for name, parameter in module.named_parameters(remove_duplicate=False):
             rule, stored = _chosen(name, table.weights, index)
             if stored:
                 used.update(stored)
-                found[name] = partial(_weight, stored, _as_gain(rule, module, name), held, parameter)
+                readers[name] = partial(_weight, stored, _as_gain(rule, module, name), held, parameter)
             elif name.endswith(".bias") and _chosen(f"{name.removesuffix('.bias')}.weight", table.weights, index)[1]:
-                found[name] = partial(ServedWeight, (name,), None, reason="nothing is added to the product")
+                readers[name] = partial(ServedWeight, (name,), None, reason="nothing is added to the product")
             else:
-                found[name] = partial(ServedWeight, (), None, reason="the tables name no node that reads it")
+                readers[name] = partial(ServedWeight, (), None, reason="the tables name no node that reads it")
         tensors = {tensor for name in used for tensor in held[name].stored}
         self._extra = [name for name, one in held.items() if name not in used and not tensors.issuperset(one.stored)]
-        return Unread(found)
+        return Unread(readers)
 
     def extra_weights(self) -> Sequence[str]:
         """Return what the graph's nodes read that stands for no parameter."""

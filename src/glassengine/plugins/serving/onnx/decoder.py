@@ -120,12 +120,12 @@ def open_decoder(place: str | Path) -> OnnxDecoder:
 
 def _buffers(file: OnnxFile) -> dict[str, int]:
     """Return the inputs of attention that shifts its cache as its window moves, which it can only in a buffer."""
-    found = {}
+    buffers = {}
     for node in file.model.graph.node:
         numbers = {entry.name: int(entry.i) for entry in node.attribute}
         if numbers.get("sliding_window_cache"):
-            found.update(dict.fromkeys(node.input[3:5], numbers.get("local_window_size", 0)))
-    return found
+            buffers.update(dict.fromkeys(node.input[3:5], numbers.get("local_window_size", 0)))
+    return buffers
 
 
 def _inside(folder: Path, name: str) -> Path:
@@ -139,25 +139,25 @@ def _pasts(file: OnnxFile, config: ModelConfig | None) -> dict[str, str]:
     weights = {tensor.name for tensor in graph.initializer}
     inputs = [value.name for value in graph.input if value.name not in weights]
     results = {value.name for value in graph.output}
-    told = _told(config) if config is not None else []
-    found = {}
+    renames = _declared_names(config) if config is not None else []
+    pasts = {}
     for name in inputs:
-        present = next((made for made in (*_renamed(name, told), *results_of_cache(name)) if made in results), None)
+        present = next((made for made in (*_renamed(name, renames), *results_of_cache(name)) if made in results), None)
         if present is not None:
-            found[name] = present
-    return found
+            pasts[name] = present
+    return pasts
 
 
-def _told(config: ModelConfig) -> list[tuple[str, str]]:
+def _declared_names(config: ModelConfig) -> list[tuple[str, str]]:
     """Return the pairs of names that the configuration has, with %d for the layer."""
     inputs, outputs = config.decoder.inputs, config.decoder.outputs
     pairs = [(inputs.get(f"past_{kind}_names"), outputs.get(f"present_{kind}_names")) for kind in ("key", "value")]
     return [(past, now) for past, now in pairs if isinstance(past, str) and isinstance(now, str)]
 
 
-def _renamed(name: str, told: Sequence[tuple[str, str]]) -> list[str]:
+def _renamed(name: str, renames: Sequence[tuple[str, str]]) -> list[str]:
     found = []
-    for past, now in told:
+    for past, now in renames:
         layer = re.fullmatch(re.escape(past).replace("%d", r"(\d+)"), name)
         if layer is not None:
             found.append(now.replace("%d", layer[1]) if layer.groups() else now)
@@ -183,12 +183,12 @@ class Feeds:
         self._pasts = decoder.pasts
         self._types = {one.name: _NUMPY.get(one.type) for one in inputs}
         self._shapes = {one.name: list(one.shape) for one in inputs}
-        told = decoder.config.decoder if decoder.config is not None else DecoderConfig()
-        self._heads = told.num_key_value_heads or numbers.get("kv_heads")
-        self._width = told.head_size or numbers.get("head_dim")
+        declared = decoder.config.decoder if decoder.config is not None else DecoderConfig()
+        self._heads = declared.num_key_value_heads or numbers.get("kv_heads")
+        self._width = declared.head_size or numbers.get("head_dim")
         # With room for all tokens nothing is shifted out, and places are those of the tokens.
         self._room = {name: max(room, window) for name, window in decoder.buffers.items()}
-        names = told.inputs
+        names = declared.inputs
         self._roles = {str(names.get(role, role)): role for role in _ROLES}
         unknown = [name for name in self._types if name not in decoder.pasts and name not in self._roles]
         if unknown or None in self._types.values():
@@ -226,21 +226,21 @@ class Feeds:
             "use_cache_branch": [self._past > 0],
             "num_logits_to_keep": 0,
         }
-        found = {
+        feeds = {
             name: np.array(made[role], self._types[name]) for name, role in self._roles.items() if name in self._types
         }
-        return found | self._caches
+        return feeds | self._caches
 
     def cleared(self, tokens: Sequence[int], results: Mapping[str, Any]) -> dict[str, Any]:
         """Return the results of a step with zeros in slots of buffers that hold no token yet: memory of no meaning."""
         used = self._past + len(tokens)
-        found = dict(results)
+        cleared = dict(results)
         for name in self._room:
             present = self._pasts[name]
-            if present in found and found[present].shape[_PAST] > used:
-                found[present] = found[present].copy()
-                found[present][:, :, used:] = 0
-        return found
+            if present in cleared and cleared[present].shape[_PAST] > used:
+                cleared[present] = cleared[present].copy()
+                cleared[present][:, :, used:] = 0
+        return cleared
 
     def take(self, tokens: Sequence[int], results: Mapping[str, Any]) -> None:
         """Keep the cache that a step returned."""

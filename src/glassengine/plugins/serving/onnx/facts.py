@@ -33,7 +33,7 @@ def facts_of(graph: HeldGraph, names: Mapping[str, str]) -> dict[str, dict[str, 
         graph: Of the file.
         names: Value -> its name in the recording.
     """
-    found: dict[str, dict[str, Any]] = {}
+    facts: dict[str, dict[str, Any]] = {}
     bases: dict[tuple[str, str], float | None] = {}
     for node in graph.nodes:
         if node.op_type == "Constant":
@@ -50,8 +50,8 @@ def facts_of(graph: HeldGraph, names: Mapping[str, str]) -> dict[str, dict[str, 
             one["reads"] = reads
         for name in node.output:
             if name:
-                found[names.get(name, name)] = one
-    return found
+                facts[names.get(name, name)] = one
+    return facts
 
 
 def _literals(

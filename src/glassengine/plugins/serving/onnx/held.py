@@ -84,12 +84,12 @@ class HeldGraph:
 
     def held(self) -> dict[str, Held]:
         """Return the weights of all nodes."""
-        found: dict[str, Held] = {}
+        weights: dict[str, Held] = {}
         for node in self.nodes:
             made = next((name for name in node.output if name), None)
             if made is not None:
-                found |= {f"{made}:{part}": one for part, one in self._of_node(node).items() if one is not None}
-        return found
+                weights |= {f"{made}:{part}": one for part, one in self._of_node(node).items() if one is not None}
+        return weights
 
     def _of_node(self, node: onnx.NodeProto) -> dict[str, Held | None]:
         kind, inputs = node.op_type, [*node.input, *[""] * 16]
@@ -128,12 +128,12 @@ class HeldGraph:
         if node.op_type == "MoE":
             parts = {"weight1": 2, "bias1": 3, "weight2": 4, "bias2": 5}
             return {part: self.resolve(inputs[at]) for part, at in parts.items()}
-        found: dict[str, Held | None] = {"bias1": self.resolve(inputs[4]), "bias2": self.resolve(inputs[7])}
+        weights: dict[str, Held | None] = {"bias1": self.resolve(inputs[4]), "bias2": self.resolve(inputs[7])}
         for part, at, zero in (("weight1", 2, 11), ("weight2", 5, 12)):
             names = [name for name in (inputs[at], inputs[at + 1]) if name]
             if len(names) == 2 and all(name in self._protos for name in names):
-                found[part] = Held(tuple(names), lambda at=at, zero=zero: self._experts(node, at, zero))  # type: ignore[misc]
-        return found
+                weights[part] = Held(tuple(names), lambda at=at, zero=zero: self._experts(node, at, zero))  # type: ignore[misc]
+        return weights
 
     def _experts(self, node: onnx.NodeProto, at: int, zero: int) -> Numbers:
         names = [*node.input, *[""] * 16]
@@ -243,11 +243,11 @@ def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
     """Return the attributes of a node: numbers, texts and lists of them."""
     from onnx import helper
 
-    found = {}
+    attributes = {}
     for entry in node.attribute:
         value = helper.get_attribute_value(entry)
-        found[entry.name] = value.decode(errors="replace") if isinstance(value, bytes) else value
-    return found
+        attributes[entry.name] = value.decode(errors="replace") if isinstance(value, bytes) else value
+    return attributes
 
 
 def whole_tensor(value: object) -> Tensor | None:

@@ -25,7 +25,7 @@ from glassengine.plugins.serving.onnx.generator import OWN_LOOP, generated
 from glassengine.plugins.serving.onnx.held import HeldGraph, whole_tensor
 from glassengine.program.onnx.stored.file import OnnxFile, read_onnx
 from glassengine.program.onnx.stored.options import SessionSettings
-from glassengine.program.onnx.stored.session import open_session, start, told
+from glassengine.program.onnx.stored.session import errors_of_runtime, open_session, start
 from glassengine.program.onnx.translated import metadata_of
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.serving.protocol import ServingRun
@@ -156,7 +156,7 @@ def products_of_sums(graph: HeldGraph) -> set[str]:
 
 
 def _run(session: Any, names: Sequence[str], given: Mapping[str, Any], file: str) -> dict[str, Any]:
-    with told(f"ONNX Runtime cannot run {file}"):
+    with errors_of_runtime(f"ONNX Runtime cannot run {file}"):
         return dict(zip(names, session.run(list(names), dict(given)), strict=True))
 
 
@@ -167,7 +167,7 @@ def _optimized(file: OnnxFile, folder: Path, settings: SessionSettings) -> tuple
     options.optimized_model_filepath = str(target)
     options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "optimized.bin")
     options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
-    with told(f"ONNX Runtime does not take {file.path.name}"):
+    with errors_of_runtime(f"ONNX Runtime does not take {file.path.name}"):
         session = start(str(file.path.absolute()), options)
     return session, read_onnx(target)
 
@@ -197,23 +197,23 @@ def site_names(graph: HeldGraph) -> dict[str, str]:
     `/model/norm/Mul_1_output_0`, and a value whose node has the path in its metadata, are `model.norm/Mul.1`. A value
     without a path is `value/NAME`: exporters call values as `torch.export` calls nodes of other graphs.
     """
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     counts: Counter[tuple[str, str]] = Counter()
     returned = {value.name for value in graph.file.model.graph.output}
     for node in graph.nodes:
-        found.update({name: f"value/{name}" for name in node.output if "/" not in name and name not in returned})
+        names.update({name: f"value/{name}" for name in node.output if "/" not in name and name not in returned})
         if not node.output or node.output[0] in returned:
             continue
         legacy = _LEGACY.fullmatch(node.output[0])
         if legacy is not None and legacy[2] == node.op_type:
-            found[node.output[0]] = f"{legacy[1].replace('/', '.')}/{node.op_type}.{legacy[3] or 0}"
+            names[node.output[0]] = f"{legacy[1].replace('/', '.')}/{node.op_type}.{legacy[3] or 0}"
             continue
         scope = _scope(node)
         if scope is not None:
             number = counts[scope, node.op_type]
             counts[scope, node.op_type] += 1
-            found[node.output[0]] = f"{scope}/{node.op_type}.{number}"
-    return found
+            names[node.output[0]] = f"{scope}/{node.op_type}.{number}"
+    return names
 
 
 def _scope(node: onnx.NodeProto) -> str | None:

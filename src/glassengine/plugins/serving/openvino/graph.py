@@ -41,16 +41,16 @@ def held(openvino: Any, model: Any, module: nn.Module) -> Unread:
     """
     constants = {op.get_friendly_name(): op for op in model.get_ordered_ops() if op.get_type_name() == "Constant"}
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    found = {name: constants.get(f"self.{name}", constants.get(f"self.{name}_compressed")) for name in parameters}
+    weights = {name: constants.get(f"self.{name}", constants.get(f"self.{name}_compressed")) for name in parameters}
     unnamed = _unnamed(model)
     for name, parameter in parameters.items():
-        if found[name] is None and parameter.dim() == 1:
+        if weights[name] is None and parameter.dim() == 1:
             near = unnamed.get(name.rpartition(".")[0], ())
-            found[name] = next((one for one in near if _is_rounded(openvino, one, parameter)), None)
+            weights[name] = next((one for one in near if _is_rounded(openvino, one, parameter)), None)
     return Unread(
         {
             name: partial(_weight, openvino, model, constant, parameters[name])
-            for name, constant in found.items()
+            for name, constant in weights.items()
             if constant is not None
         }
     )
@@ -58,7 +58,7 @@ def held(openvino: Any, model: Any, module: nn.Module) -> Unread:
 
 def _unnamed(model: Any) -> dict[str, list[Any]]:
     """Return constants that ops of a module multiply with or add, by module: those of norms have no names."""
-    found: dict[str, list[Any]] = {}
+    by_module: dict[str, list[Any]] = {}
     for op in model.get_ordered_ops():
         path, _, rest = op.get_friendly_name().removeprefix("__module.").partition("/")
         if rest and op.get_type_name() in ("Multiply", "Add"):
@@ -67,8 +67,8 @@ def _unnamed(model: Any) -> dict[str, list[Any]]:
                 while source.get_type_name() in _SHAPED:
                     source = source.input(0).get_source_output().get_node()
                 if source.get_type_name() == "Constant" and source.get_element_type().get_type_name() in _FLOATS:
-                    found.setdefault(path, []).append(source)
-    return found
+                    by_module.setdefault(path, []).append(source)
+    return by_module
 
 
 def _is_rounded(openvino: Any, constant: Any, parameter: Tensor) -> bool:
@@ -101,21 +101,21 @@ def _weight(openvino: Any, model: Any, constant: Any, parameter: Tensor) -> Serv
 
 def _arithmetic(constant: Any) -> dict[str, Any]:
     """Return the constants that are subtracted from integers, and that they are multiplied with."""
-    found: dict[str, Any] = {}
+    arithmetic: dict[str, Any] = {}
     op = constant
     while True:
         readers = list(op.output(0).get_target_inputs())
         following = readers[0].get_node() if len(readers) == 1 else None
         if following is None or following.get_type_name() not in _MADE_BY:
-            return found
+            return arithmetic
         others = [one.get_source_output().get_node() for one in following.inputs()]
         other = next((one for one in others if one.get_friendly_name() != op.get_friendly_name()), None)
         while other is not None and other.get_type_name() == "Convert":
             other = other.input(0).get_source_output().get_node()
         if other is not None and other.get_type_name() != "Constant":
-            return found
+            return arithmetic
         if other is not None:
-            found[following.get_type_name()] = other
+            arithmetic[following.get_type_name()] = other
         op = following
 
 
@@ -129,7 +129,7 @@ def _values(openvino: Any, constant: Any) -> Tensor:
 def observed(model: Any) -> dict[str, Any]:
     """Return outputs by module, operation and number; and what products and attention read (`in.0`, `attn.q`)."""
     groups: dict[tuple[str, str], list[tuple[str, int, int, Any]]] = {}
-    found: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
     above: dict[str, int] = {}
     for place, op in enumerate(model.get_ordered_ops()):
         sources = [source.get_source_output() for source in op.inputs()]
@@ -141,9 +141,9 @@ def observed(model: Any) -> dict[str, Any]:
             continue
         path, name, kind, written = known.groups()
         if op.get_type_name() == _ATTENTION:
-            found.update(_read(path, sources))
+            outputs.update(_read(path, sources))
         if op.get_type_name() == "MatMul" and name in _PRODUCTS:
-            found[f"{path}/in.0"] = sources[0]
+            outputs[f"{path}/in.0"] = sources[0]
         if name not in MOVES and not path.endswith(OTHERWISE):
             groups.setdefault((path, name), []).append((kind, int(written or 0), place, op))
     for (path, name), ops in groups.items():
@@ -151,22 +151,22 @@ def observed(model: Any) -> dict[str, Any]:
         kind, number, _, op = ops[-1]
         is_chain = all(above[after.get_friendly_name()] >> place & 1 for (_, place, _), (*_, after) in pairwise(same))
         if is_chain and sorted(written for written, *_ in same) == list(range(len(same))):
-            found |= {f"{path}/{name}.{place}": op.output(0) for place, (*_, op) in enumerate(same)}
+            outputs |= {f"{path}/{name}.{place}": op.output(0) for place, (*_, op) in enumerate(same)}
         elif len(same) == 1 and op.get_type_name() != kind:
-            found[f"{path}/{name}.{number}"] = op.output(0)  # several became one, by the name of the last
-    return found
+            outputs[f"{path}/{name}.{number}"] = op.output(0)  # several became one, by the name of the last
+    return outputs
 
 
 def _read(path: str, sources: list[Any]) -> dict[str, Any]:
     """Return the rotated queries that an attention reads, and the keys and values that are new in this step."""
-    found = {f"{path}/attn.q": sources[0]}
+    sources_read = {f"{path}/attn.q": sources[0]}
     for name, source in (("attn.k", sources[1]), ("attn.v", sources[2])):
         port = source
         while port.get_node().get_type_name() in ("Reshape", "Broadcast", "Unsqueeze", "Transpose"):
             port = port.get_node().input(0).get_source_output()
         if port.get_node().get_type_name() == "Concat" and port.get_node().get_input_size() == 2:
-            found[f"{path}/{name}"] = port.get_node().input(1).get_source_output()
-    return found
+            sources_read[f"{path}/{name}"] = port.get_node().input(1).get_source_output()
+    return sources_read
 
 
 def key_of(port: Any) -> tuple[str, int]:

@@ -75,19 +75,19 @@ class VllmCandidate(Elsewhere):
         Raises:
             BackendError: vLLM failed.
         """
-        found: dict[str, TensorSource] = {}
+        recordings: dict[str, TensorSource] = {}
         following = [run.following for run in runs]
         if "alone" in ways:
             graph = self._of_graph(runs, following, folder / "graph")
             if graph is not None:
-                found["alone"] = graph
+                recordings["alone"] = graph
                 known = {one.prompt: one.metadata["token_ids"][0] for one in Forwards(graph).requests()[0]}
                 tokens = [known.get(tuple(run.prompt), []) for run in runs]
                 following = [one[len(run.prompt) :] for one, run in zip(tokens, runs, strict=True)]
-        left = [way for way in ways if way not in found]
+        left = [way for way in ways if way not in recordings]
         if left:
             self._start(runs, following, folder, left, graph=False)
-        return found | {way: ServerFolder(folder / way) for way in left}
+        return recordings | {way: ServerFolder(folder / way) for way in left}
 
     def _of_graph(
         self, runs: Sequence[ServingRun], following: Sequence[Sequence[int] | None], folder: Path

@@ -31,6 +31,6 @@ class VllmSide(Directory):
 
     def settings(self, path: Path) -> dict[str, PromptSetting] | None:
         """Return what vLLM takes of the checkpoint, and its defaults."""
-        found = {name: PromptSetting(value, "default of vLLM", False) for name, value in _NEUTRAL.items()}
+        settings = {name: PromptSetting(value, "default of vLLM", False) for name, value in _NEUTRAL.items()}
         stated = document(path / "generation_config.json")
-        return found | stated_in(stated, "generation_config.json: ", (*_TAKEN, *TOKENS))
+        return settings | stated_in(stated, "generation_config.json: ", (*_TAKEN, *TOKENS))

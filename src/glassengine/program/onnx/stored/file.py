@@ -291,12 +291,12 @@ def _unpacked(raw: bytearray, number: int, dtype: torch.dtype) -> torch.Tensor:
 def free_names(graph: onnx.GraphProto) -> list[str]:
     """Return the values that a graph, or a graph within it, reads from outside."""
     own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
-    found: dict[str, None] = {}
+    free: dict[str, None] = {}
     for node in graph.node:
         read = list(node.input)
         for entry in node.attribute:
             for inner in [entry.g] if entry.HasField("g") else entry.graphs:
                 read += free_names(inner)
-        found |= dict.fromkeys(name for name in read if name and name not in own)
+        free |= dict.fromkeys(name for name in read if name and name not in own)
         own.update(node.output)
-    return [*found, *(value.name for value in graph.output if value.name not in own and value.name not in found)]
+    return [*free, *(value.name for value in graph.output if value.name not in own and value.name not in free)]

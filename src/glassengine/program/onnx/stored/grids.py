@@ -95,12 +95,12 @@ def grids_of(file: OnnxFile) -> tuple[dict[str, GridNames], dict[str, Tensor]]:
     for node in graph.node:
         for name in node.input:
             read_by.setdefault(name, []).append(node)
-    found: dict[str, GridNames] = {}
+    grids: dict[str, GridNames] = {}
 
     def add(name: str, scale: str, zero: str | None, axis: int | None) -> None:
-        if name not in found:
+        if name not in grids:
             per_axis = axis if scale in weights and weights[scale].numel() > 1 else None
-            found[name] = GridNames(scale, zero, per_axis, _stands_for(name, made_by.get(name)))
+            grids[name] = GridNames(scale, zero, per_axis, _stands_for(name, made_by.get(name)))
 
     for node in graph.node:
         inputs = list(node.input)
@@ -120,12 +120,12 @@ def grids_of(file: OnnxFile) -> tuple[dict[str, GridNames], dict[str, Tensor]]:
             _of_gemm(node, weights, add)
     for node in graph.node:
         if node.op_type in ("MatMulInteger", "ConvInteger"):
-            _of_products(node, weights, made_by, read_by, found, add)
+            _of_products(node, weights, made_by, read_by, grids, add)
         elif node.op_type in _MOVES:
             for one, other in itertools.permutations((node.input[0], node.output[0])):
-                if one in found and found[one].axis is None:
-                    add(other, found[one].scale, found[one].zero, None)
-    return found, weights
+                if one in grids and grids[one].axis is None:
+                    add(other, grids[one].scale, grids[one].zero, None)
+    return grids, weights
 
 
 def written_back(file: OnnxFile) -> dict[str, str]:
@@ -192,13 +192,13 @@ def _of_products(
     weights: Mapping[str, Tensor],
     made_by: Mapping[str, onnx.NodeProto],
     read_by: Mapping[str, list[onnx.NodeProto]],
-    found: Mapping[str, GridNames],
+    grids: Mapping[str, GridNames],
     add: object,
 ) -> None:
     """Find the scale of the weight of a product of integers: what the product is multiplied by, beside the input's."""
     assert callable(add)
     weight = node.input[1]
-    ours = found.get(node.input[0])
+    ours = grids.get(node.input[0])
     if weight not in weights or ours is None:
         return
     casts = [one for one in read_by.get(node.output[0], ()) if one.op_type == "Cast"]

@@ -76,16 +76,16 @@ def session_settings(given: Mapping[str, Any] | str | Path | Sequence[str] | Non
     """
     if isinstance(given, Mapping):
         return SessionSettings(dict(given))
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for text in map(str, [given] if isinstance(given, str | Path) else given or ()):
         name, has_value, value = text.partition("=")
         if text.endswith(".json"):
-            found |= read_document(text, dict[str, Any], most=_MOST_BYTES, what="the session options")
+            settings |= read_document(text, dict[str, Any], most=_MOST_BYTES, what="the session options")
         elif not has_value:
             raise UsageError("--session-options are KEY=VALUE, or a JSON file", got=text, expected=f"{_LEVEL}=basic")
         else:
-            found[name] = _plain(value)
-    return SessionSettings(found)
+            settings[name] = _plain(value)
+    return SessionSettings(settings)
 
 
 def _plain(text: str) -> bool | int | str:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from glassengine.blocks import agree
 from glassengine.errors import BackendError, first_line
 from glassengine.program.onnx.stored.file import OnnxFile
 from glassengine.program.onnx.stored.options import SessionSettings
@@ -63,7 +64,7 @@ def open_session(file: OnnxFile, outputs: Sequence[str]) -> Any:
     model = with_outputs(file.model, outputs)
     in_uint8(file, model)
     known = "standard operators, or those of ONNX Runtime (com.microsoft)"
-    with told(f"ONNX Runtime does not take {file.path.name}", known):
+    with errors_of_runtime(f"ONNX Runtime does not take {file.path.name}", known):
         return start(model.SerializeToString(), options)
 
 
@@ -120,25 +121,27 @@ class OnnxModel(nn.Module):
         return self._run(self._session, inputs)
 
     def returned(
-        self, inputs: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor] | None = None
+        self, inputs: Mapping[str, torch.Tensor], known: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
         """Return the results as the session with `settings` makes them.
 
         Args:
             inputs: By name.
-            found: What `values` returned for them; None runs the graph as it is written too.
+            known: What `values` returned for them; None runs the graph as it is written too.
 
         Raises:
             BackendError: ONNX Runtime is not installed, does not take the file, or fails.
         """
-        found = self.values(inputs) if found is None else found
-        plain = {name: found[name] for name in self._results if name in found}
+        known = self.values(inputs) if known is None else known
+        plain = {name: known[name] for name in self._results if name in known}
         if self.settings is None:
             return plain
         if self._own is None:
             options = self.settings.options()
             options.add_session_config_entry(_FOLDER, str(self.file.path.parent.absolute()))
-            with told(f"ONNX Runtime does not take {self.file.path.name} at level {self.settings.level!r}"):
+            with errors_of_runtime(
+                f"ONNX Runtime does not take {self.file.path.name} at level {self.settings.level!r}"
+            ):
                 path = str(self.file.path.absolute())
                 self._own = start(self.file.model.SerializeToString() if self.file.is_repaired else path, options)
         made = self._run(self._own, inputs)
@@ -146,12 +149,14 @@ class OnnxModel(nn.Module):
             if value.is_floating_point() and name in plain and value.shape == plain[name].shape:
                 noise, signal = self.apart.get(name, (0.0, 0.0))
                 one, other = plain[name].double(), value.double()
-                self.apart[name] = noise + float((other - one).square().sum()), signal + float(one.square().sum())
+                error = torch.where(agree(one, other), 0.0, other - one)
+                size = torch.where(one.isfinite(), one, 0.0)
+                self.apart[name] = noise + float(error.square().sum()), signal + float(size.square().sum())
         return {name: made.get(name, value) for name, value in plain.items()}
 
     def _run(self, session: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         names = [output.name for output in session.get_outputs()]
-        with told(f"ONNX Runtime cannot run {self.file.path.name}"):
+        with errors_of_runtime(f"ONNX Runtime cannot run {self.file.path.name}"):
             found = session.run(names, {name: inputs[name].contiguous().numpy() for name in self._inputs})
         made = dict(zip(names, found, strict=True))  # text and dicts are no tensors
         return {name: torch.from_numpy(v) for name, v in made.items() if hasattr(v, "dtype") and v.dtype != object}
@@ -166,8 +171,8 @@ class OnnxModel(nn.Module):
 
 
 @contextmanager
-def told(what: str, expected: str | None = None) -> Iterator[None]:
-    """Say what ONNX Runtime raises."""
+def errors_of_runtime(what: str, expected: str | None = None) -> Iterator[None]:
+    """Raise what ONNX Runtime raises as an error of a back-end."""
     try:
         yield
     except Exception as error:

@@ -56,9 +56,9 @@ def _inferred(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _stated(graph: onnx.GraphProto) -> dict[str, ValueType]:
-    found: dict[str, ValueType] = {}
+    types: dict[str, ValueType] = {}
     for tensor in graph.initializer:
-        found[tensor.name] = ValueType(tensor.data_type, tuple(tensor.dims))
+        types[tensor.name] = ValueType(tensor.data_type, tuple(tensor.dims))
     for value in (*graph.input, *graph.value_info, *graph.output):
         tensor_type = value.type.tensor_type
         if not value.type.HasField("tensor_type") or not tensor_type.elem_type:
@@ -67,8 +67,8 @@ def _stated(graph: onnx.GraphProto) -> dict[str, ValueType]:
         if tensor_type.HasField("shape"):
             dims = tensor_type.shape.dim
             shape = tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or UNKNOWN_SIZE for d in dims)
-        found[value.name] = ValueType(tensor_type.elem_type, shape)
-    return found
+        types[value.name] = ValueType(tensor_type.elem_type, shape)
+    return types
 
 
 def _asked(file: OnnxFile, names: list[str]) -> dict[str, ValueType]:
@@ -80,13 +80,13 @@ def _asked(file: OnnxFile, names: list[str]) -> dict[str, ValueType]:
     except Exception as error:
         logger.warning("types of %d values are unknown: %s", len(names), str(error).splitlines()[0])
         return {}
-    found = {}
+    types = {}
     for output in session.get_outputs():
         element_type = _CALLED.get(output.type)
         if element_type is not None:
             sizes = tuple(UNKNOWN_SIZE if size is None else size for size in output.shape or ())
-            found[output.name] = ValueType(element_type, sizes)
-    return found
+            types[output.name] = ValueType(element_type, sizes)
+    return types
 
 
 ELEMENT_TYPES = {

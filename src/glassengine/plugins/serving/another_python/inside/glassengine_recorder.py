@@ -145,12 +145,12 @@ def kept(cache: Any) -> dict[str, torch.Tensor]:
         pairs = list(zip(cache.key_cache, cache.value_cache))  # noqa: B905  # Python 3.9
     else:
         pairs = [tuple(one[:2]) for one in cache] if isinstance(cache, tuple) else []
-    found = {}
+    states = {}
     for number, pair in enumerate(pairs):
         for name, tensor in zip(("key", "value"), pair):  # noqa: B905  # Python 3.9
             if isinstance(tensor, torch.Tensor):
-                found[f"<{number}>:kv.{name}"] = tensor.detach().cpu().clone()
-    return found
+                states[f"<{number}>:kv.{name}"] = tensor.detach().cpu().clone()
+    return states
 
 
 def environment() -> dict[str, Any]:

@@ -205,7 +205,7 @@ def values_of(blocks: Any, record: Any) -> dict[str, Tensor]:
             if len(several) == 1 and len(held) == 1 and isinstance(several[0], int):
                 by_handle[several[0]] = held[0]
     names, inputs = sites_of(record.exported_program.graph)
-    found: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     for node in record.edge_dialect_program.graph.nodes:
         handle, origin = node.meta.get("debug_handle"), [one.name for one in node.meta.get("from_node") or ()]
         value = by_handle.get(handle) if isinstance(handle, int) else None
@@ -213,9 +213,9 @@ def values_of(blocks: Any, record: Any) -> dict[str, Tensor]:
         if value is None or source is None or not value.is_floating_point():
             continue
         if source in names:
-            found[names[source]] = value
-        found.update(dict.fromkeys(inputs.get(source, ()), value))
-    return found
+            values[names[source]] = value
+        values.update(dict.fromkeys(inputs.get(source, ()), value))
+    return values
 
 
 def sites_of(graph: Any) -> tuple[dict[str, str], dict[str, list[str]]]:

@@ -74,7 +74,7 @@ class _Observed(Interpreter):
 
 def named(module: GraphModule) -> dict[Node, list[tuple[str, Node]]]:
     """Return what is handed over when a node has run: names, and the nodes whose values have them."""
-    found: dict[Node, list[tuple[str, Node]]] = {}
+    by_node: dict[Node, list[tuple[str, Node]]] = {}
     inside = _by_module(module)
     for path, nodes in _own(inside).items():
         own = set(nodes)
@@ -86,33 +86,33 @@ def named(module: GraphModule) -> dict[Node, list[tuple[str, Node]]]:
         others = results[:-1] if len(results) == 2 else sums[:1]
         if len(results) == 1 or (is_inside and len(results) == 2):
             for place, node in enumerate([*results[-1:], *(others if is_inside else ())]):
-                found.setdefault(node, []).append((f"{path}/out.{place}", node))
+                by_node.setdefault(node, []).append((f"{path}/out.{place}", node))
         for node in nodes:
             given = [(f"{path}/in.{_GIVEN[word]}", one) for word, one in node.kwargs.items() if word in _GIVEN]
-            found.setdefault(node, []).extend((name, one) for name, one in given if isinstance(one, Node))
+            by_node.setdefault(node, []).extend((name, one) for name, one in given if isinstance(one, Node))
         if not is_inside:
             continue
         first = next((node for node in nodes if node.args and isinstance(node.args[0], Node) and _has_rows(node)), None)
         if first is not None and isinstance(first.args[0], Node) and first.args[0] not in own:
-            found[first].append((f"{path}/in.0", first.args[0]))
+            by_node[first].append((f"{path}/in.0", first.args[0]))
         counts: Counter[str] = Counter()
         for node in nodes:
             name = _operation(node)
             if kernel_of(node) is None and node not in sums and not _is_empty(node) and _has_rows(node):
-                found[node].append((f"{path}/ops.{name}.{counts[name]}", node))
+                by_node[node].append((f"{path}/ops.{name}.{counts[name]}", node))
                 counts[name] += 1
-    return found
+    return by_node
 
 
 def _by_module(module: GraphModule) -> dict[str, list[Node]]:
     """Return the nodes of each module and of those inside of it, in the order of the graph; not those of the whole."""
-    found: dict[str, list[Node]] = {}
+    by_module: dict[str, list[Node]] = {}
     for node in module.graph.nodes:
         path = path_of(node) if node.op == "call_function" else root[0]
         while path.startswith(f"{root[0]}."):
-            found.setdefault(path, []).append(node)
+            by_module.setdefault(path, []).append(node)
             path = path.rpartition(".")[0]
-    return found
+    return by_module
 
 
 def _own(inside: dict[str, list[Node]]) -> dict[str, list[Node]]:

@@ -41,8 +41,10 @@ def main() -> int:
 
 def options_of(request: dict[str, Any]) -> dict[str, Any]:
     """Return how vLLM is started: called module by module, with room for the prompts."""
-    how = {"mode": 2, "backend": "glassengine_vllm_graph.functional"}
-    called = {"enforce_eager": False, "compilation_config": how} if request.get("graph") else {"enforce_eager": True}
+    compilation = {"mode": 2, "backend": "glassengine_vllm_graph.functional"}
+    called = (
+        {"enforce_eager": False, "compilation_config": compilation} if request.get("graph") else {"enforce_eager": True}
+    )
     return {
         "dtype": request["dtype"],
         "max_model_len": max(map(len, request["prompts"])) + request["steps"] + 1,
