@@ -606,6 +606,7 @@ COMMAND_LINES = {
     "replay": "snapshot",
     "report": "result.json -o report",
     "upload": "recording",
+    "watch": "one.py other.py",
     "schema": "check",
     "skill": "",
     "doctor": "",
