@@ -27,6 +27,7 @@ _both = partial(Choice, values=True, places=True)
 
 
 def _rows() -> Iterator[tuple[str, OpTraits]]:
+    # A statement for each row: this is the table, and no procedure.
     # Ops that move or select values.
     yield "adaptive_max_pool2d max_pool1d max_pool2d max_pool2d_with_indices max_pool3d", _makes()
     yield "arange expand_as getitem scalar_tensor view_as", _makes()

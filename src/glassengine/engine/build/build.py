@@ -256,16 +256,19 @@ def build(
             progress=progress,
             mesh=mesh,
         )
-        if target is not None:
-            return made(target)
-        temporary = Path(tempfile.mkdtemp(prefix="glassengine-"))
-        try:
-            engine = made(temporary / type(loaded.module).__name__)
-        except BaseException:
-            remove_tree(temporary)
-            raise
-        weakref.finalize(engine, remove_tree, temporary)
-        return engine
+        return made(target) if target is not None else _in_temporary(made, type(loaded.module).__name__)
+
+
+def _in_temporary(made: Callable[[Path], Engine], name: str) -> Engine:
+    """Build into a directory that goes when the engine does."""
+    temporary = Path(tempfile.mkdtemp(prefix="glassengine-"))
+    try:
+        engine = made(temporary / name)
+    except BaseException:
+        remove_tree(temporary)
+        raise
+    weakref.finalize(engine, remove_tree, temporary)
+    return engine
 
 
 def build_program(

@@ -165,12 +165,14 @@ def captured(
     results = [nodes[value.call.number, value.index] for value in made_by.outputs]  # type: ignore[union-attr]
     graph.output(tuple(results))
     module = torch.fx.GraphModule({}, graph)
-    outputs: list[str] = []
-    for number, (node, value) in enumerate(zip(results, made_by.outputs, strict=True)):
-        name = value.site or node.name
-        outputs.append(name if name not in outputs else f"{name}.{number}")
-    graph_of = CapturedGraph(module, tuple(specs), tuple(outputs), "inference")
+    outputs = _unique([value.site or node.name for node, value in zip(results, made_by.outputs, strict=True)])
+    graph_of = CapturedGraph(module, tuple(specs), outputs, "inference")
     return graph_of, fakes, mode, None if symbols is None else symbols.pattern
+
+
+def _unique(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names, with its number added to one that was there before."""
+    return tuple(f"{name}.{number}" if name in names[:number] else name for number, name in enumerate(names))
 
 
 def source_of(call: LazyCall) -> str:
