@@ -394,7 +394,7 @@ def texts_of(
         chosen: Of a case, by name, the token that each step is followed by.
     """
     tokenizer = tokenizer_of(model.directory)
-    found = {}
+    texts = {}
     for case in cases:
         if case.input_ids is None:
             continue
@@ -403,7 +403,7 @@ def texts_of(
         first = [[token] for token in prompt.tolist()] if case.one_token else [prompt.tolist()]
         rest = [[token] for token in chosen.get(case.name, ())[len(first) - 1 :]]
         steps = [*first, *rest][: case.num_steps]
-        found[case.name] = tuple(
+        texts[case.name] = tuple(
             " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids) for ids in steps
         )
-    return found
+    return texts

@@ -216,11 +216,11 @@ class EndToEnd:
             return name, "name"
         names = results_of(self.program)
         left = {one: ours[one] if one in ours else self._fake(one) for one in names if one not in theirs}
-        others = {one: made for one, made in theirs.items() if one not in names}
-        if others and not self._other_names.keys() & left.keys():
-            self._other_names |= by_value(left, others)
+        unpaired = {one: made for one, made in theirs.items() if one not in names}
+        if unpaired and not self._other_names.keys() & left.keys():
+            self._other_names |= by_value(left, unpaired)
         found = self._other_names.get(name)
-        return (found, "position") if found in others else (None, "")
+        return (found, "position") if found in unpaired else (None, "")
 
     def _is_logits(self, names: Sequence[str], value: torch.Tensor) -> bool:
         """Whether a result scores the tokens of a vocabulary: by the name that either side has for it, or by size."""
@@ -452,11 +452,11 @@ def _unit(largest: float, *sides: torch.Tensor) -> float:
 
 def merged(results: Iterable[ResultComparison]) -> tuple[ResultComparison, ...]:
     """Return one entry for each result of each level, of entries for other steps."""
-    found: dict[tuple[str, str], ResultComparison] = {}
+    by_place: dict[tuple[str, str], ResultComparison] = {}
     for one in results:
         place = (one.level, one.name)
-        found[place] = worse(found[place], one) if place in found else one
-    return tuple(found.values())
+        by_place[place] = worse(by_place[place], one) if place in by_place else one
+    return tuple(by_place.values())
 
 
 def worse(one: ResultComparison, other: ResultComparison) -> ResultComparison:

@@ -100,12 +100,12 @@ def together(*several: tuple[Sequence[Exemption], int]) -> tuple[Exemption, ...]
         several: Of each its exemptions, and the number of all elements that were compared there.
     """
     total = sum(size for _, size in several)
-    found: dict[ExemptionReason, list[Exemption]] = {}
+    by_reason: dict[ExemptionReason, list[Exemption]] = {}
     for exemptions, _ in several:
         for one in exemptions:
-            found.setdefault(one.reason, []).append(one)
+            by_reason.setdefault(one.reason, []).append(one)
     joined = []
-    for reason, parts in found.items():
+    for reason, parts in by_reason.items():
         number = sum(part.num_elements for part in parts)
         largest = max(parts, key=lambda part: part.num_elements).largest_site
         share = number / total if total else 0.0

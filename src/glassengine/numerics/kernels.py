@@ -112,11 +112,11 @@ class Kernels:
         Raises:
             ValueError, TypeError, AttributeError: It is no such document.
         """
-        found = {
+        kernels = {
             str(dtype): {str(op): KernelError.from_list(numbers) for op, numbers in ops.items()}
             for dtype, ops in data.items()
         }
-        return cls(found, about)
+        return cls(kernels, about)
 
 
 UNMEASURED = Kernels()

@@ -164,9 +164,14 @@ class Reference:
         return self._with(tied=None)
 
     def _with(self, **other: Any) -> Reference:
-        own: dict[str, Any] = {"noisy": self._noisy, "dtype": self._dtype, "valid": self.valid, "tied": self._tied}
-        own |= {"relative_floor": self._relative_floor, "known": self.known}
-        return Reference(self.exact, self.native, **(own | other))
+        arguments: dict[str, Any] = {
+            "noisy": self._noisy,
+            "dtype": self._dtype,
+            "valid": self.valid,
+            "tied": self._tied,
+        }
+        arguments |= {"relative_floor": self._relative_floor, "known": self.known}
+        return Reference(self.exact, self.native, **(arguments | other))
 
     @property
     def share_of_ties(self) -> float:

@@ -30,12 +30,12 @@ _PREFIX = "glass."
 
 def worst_of(result: Comparison) -> dict[str, Pair]:
     """Return the worst pair of each site of the baseline, in order of execution."""
-    found: dict[str, Pair] = {}
+    worst: dict[str, Pair] = {}
     for pair in result.pairs:
-        known = found.setdefault(pair.site, pair)
+        known = worst.setdefault(pair.site, pair)
         if _badness(pair) > _badness(known):
-            found[pair.site] = pair
-    return found
+            worst[pair.site] = pair
+    return worst
 
 
 def model_explorer(result: Comparison, names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
@@ -72,14 +72,14 @@ def perfetto(result: Comparison) -> dict[str, Any]:
             events.append(_named("thread_name", process, rows[key], name))
         start = 1000 * places.get(key, 0)
         places[key] = places.get(key, 0) + 1
-        where = {"pid": process, "tid": rows[key], "ts": start}
-        told = {"verdict": pair.verdict, "candidate_site": printable(pair.candidate_site), "inherited": pair.inherited}
-        told |= {"error/floor": _ratio(pair), "judged_by": pair.judged_by}
+        place = {"pid": process, "tid": rows[key], "ts": start}
+        facts = {"verdict": pair.verdict, "candidate_site": printable(pair.candidate_site), "inherited": pair.inherited}
+        facts |= {"error/floor": _ratio(pair), "judged_by": pair.judged_by}
         name = f"{pair.verdict}: {pair.site}" if pair.verdict in ("wrong", "suspicious") else pair.site
-        events.append({"ph": "X", "name": printable(name), "cat": pair.verdict, "dur": 1000, "args": told, **where})
+        events.append({"ph": "X", "name": printable(name), "cat": pair.verdict, "dur": 1000, "args": facts, **place})
         if pair.noise_ratio is not None:
             counter = {"ph": "C", "name": f"error/floor, row {rows[key]}", "args": {"value": _ratio(pair)}}
-            events.append({**counter, **where})
+            events.append({**counter, **place})
     events += [_named("process_name", number, 0, name) for name, number in processes.items()]
     about = {"written_by": "Glass Engine", **_about(result)}
     return {"otherData": about, "displayTimeUnit": "ms", "traceEvents": events}
@@ -189,9 +189,9 @@ def _annotate(node: Any, pair: Pair) -> None:
     kept = [prop for prop in node.metadata_props if not prop.key.startswith(_PREFIX)]
     del node.metadata_props[:]
     node.metadata_props.extend(kept)
-    told: dict[str, object] = {"verdict": pair.verdict, "judged_by": pair.judged_by, "inherited": pair.inherited}
-    told |= {"error_over_floor": pair.noise_ratio, "error_over_bound": pair.bound_ratio, "reason": pair.reason}
-    for name, value in told.items():
+    facts: dict[str, object] = {"verdict": pair.verdict, "judged_by": pair.judged_by, "inherited": pair.inherited}
+    facts |= {"error_over_floor": pair.noise_ratio, "error_over_bound": pair.bound_ratio, "reason": pair.reason}
+    for name, value in facts.items():
         if value is not None:
             node.metadata_props.add(key=f"{_PREFIX}{name}", value=printable(str(value)))
 
@@ -213,9 +213,9 @@ def _named(kind: str, process: int, row: int, name: str) -> dict[str, Any]:
 
 def _about(result: Comparison) -> dict[str, object]:
     first = result.first_divergence
-    told: dict[str, object] = {"ok": result.ok, "verdict": result.verdict, "coverage": result.coverage}
-    told |= {"baseline": printable(result.baseline), "candidate": printable(result.candidate)}
-    return told if first is None else told | {"first_divergence": printable(first.site)}
+    facts: dict[str, object] = {"ok": result.ok, "verdict": result.verdict, "coverage": result.coverage}
+    facts |= {"baseline": printable(result.baseline), "candidate": printable(result.candidate)}
+    return facts if first is None else facts | {"first_divergence": printable(first.site)}
 
 
 def _histogram(kind: Any, ratios: Sequence[float]) -> Any:

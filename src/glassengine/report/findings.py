@@ -186,11 +186,11 @@ def _key(place: Pair | Divergence) -> tuple[str | None, int, str]:
 
 def _pairs_of(result: Comparison, origins: Sequence[Divergence]) -> dict[tuple[str | None, int, str], list[Pair]]:
     """Return the pairs of each origin; there may be many of both."""
-    found: dict[tuple[str | None, int, str], list[Pair]] = {_key(origin): [] for origin in origins}
-    for pair in result.pairs if found else ():
-        if (there := found.get(_key(pair))) is not None:
+    pairs: dict[tuple[str | None, int, str], list[Pair]] = {_key(origin): [] for origin in origins}
+    for pair in result.pairs if pairs else ():
+        if (there := pairs.get(_key(pair))) is not None:
             there.append(pair)
-    return found
+    return pairs
 
 
 def _of_origin(origin: Divergence, pairs: Sequence[Pair], fails: bool) -> ReportFinding:

@@ -38,9 +38,9 @@ def sarif(
         exit_status: Of the command.
         asked_at: File and line that asked for each result, for findings without another place: of tests.
     """
-    own = dict(enumerate(asked_at))
+    uris = dict(enumerate(asked_at))
     told = [
-        _result(finding, result, root, own.get(number))
+        _result(finding, result, root, uris.get(number))
         for number, result in enumerate(results)
         for finding in findings(result)
     ]
@@ -124,7 +124,7 @@ def _result(finding: ReportFinding, result: Comparison, root: Path, asked_at: tu
         location["physicalLocation"] = physical
     if finding.site is not None:
         location["logicalLocations"] = [{"fullyQualifiedName": _text(finding.site), "kind": "tensor"}]
-    found: dict[str, Any] = {
+    document: dict[str, Any] = {
         "ruleId": f"glass/{finding.rule}",
         "ruleIndex": _IDS.index(finding.rule),
         "level": finding.level,
@@ -133,10 +133,10 @@ def _result(finding: ReportFinding, result: Comparison, root: Path, asked_at: tu
         "properties": _properties(finding, result),
     }
     if location:
-        found["locations"] = [location]
+        document["locations"] = [location]
     if related:
-        found["relatedLocations"] = related
-    return found
+        document["relatedLocations"] = related
+    return document
 
 
 def _places(
@@ -200,12 +200,12 @@ def _fingerprint(finding: ReportFinding) -> str:
 
 def _properties(finding: ReportFinding, result: Comparison) -> dict[str, Any]:
     hints = ["; ".join(f"{what}: {text}" for what, text in hint_details(hint)) for hint in finding.hints]
-    found: dict[str, Any] = {"verdict": result.verdict, "hints": list(map(_text, hints))}
+    properties: dict[str, Any] = {"verdict": result.verdict, "hints": list(map(_text, hints))}
     origin = finding.divergence
     if origin is not None:
-        found |= {"level": origin.level, "step": origin.step, "candidateSite": _text(origin.candidate_site)}
-        found |= {"noiseRatio": origin.noise_ratio, "boundRatio": origin.bound_ratio}
-    return found
+        properties |= {"level": origin.level, "step": origin.step, "candidateSite": _text(origin.candidate_site)}
+        properties |= {"noiseRatio": origin.noise_ratio, "boundRatio": origin.bound_ratio}
+    return properties
 
 
 def _text(text: str) -> str:

@@ -79,10 +79,10 @@ def comparison(result: Comparison, command: Sequence[str] = ()) -> RenderableTyp
 
 
 def _by_verdict(pairs: Sequence[Pair]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for (verdict, _, _), count in tally_of(pairs).items():
-        found[verdict] = found.get(verdict, 0) + count
-    return found
+        counts[verdict] = counts.get(verdict, 0) + count
+    return counts
 
 
 def recording(rows: Iterable[tuple[int, int, str, Summary]], *, complete: bool, reason: str | None) -> RenderableType:
@@ -167,13 +167,13 @@ def _pairs(pairs: Sequence[Pair]) -> Table:
 
 def _remarks(pairs: Sequence[Pair]) -> Iterator[Text]:
     """Yield what is special in pairs, with the sites of which it is true."""
-    found: dict[str, list[str]] = {}
+    remarks: dict[str, list[str]] = {}
     for pair in pairs:
         by_name = pair.method.startswith("name")
         notes = "" if by_name else f"by {pair.method}: {pair.candidate_site}", pair.reason or ""
         if any(notes):
-            found.setdefault("; ".join(filter(None, notes)), []).append(pair.site)
-    for note, sites in found.items():
+            remarks.setdefault("; ".join(filter(None, notes)), []).append(pair.site)
+    for note, sites in remarks.items():
         names = list(dict.fromkeys(sites))
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         yield Text(f"  {', '.join(names[:_MAX_NAMES])}{more}: {note}")
@@ -331,10 +331,10 @@ def _worst_tensors(result: Comparisons, columns: Sequence[str]) -> Iterator[Rend
 
 
 def _by_place(one: Comparison) -> dict[_Place, list[Pair]]:
-    found: dict[_Place, list[Pair]] = {}
+    by_place: dict[_Place, list[Pair]] = {}
     for pair in one.pairs:
-        found.setdefault((pair.step, pair.rank, pair.site), []).append(pair)
-    return found
+        by_place.setdefault((pair.step, pair.rank, pair.site), []).append(pair)
+    return by_place
 
 
 def _cell(pairs: Sequence[Pair]) -> Text:

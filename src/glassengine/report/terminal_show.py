@@ -287,30 +287,30 @@ def _tensor_table(snapshot: Snapshot, entries: Sequence[SnapshotEntry], title: s
 
 
 def profile(
-    found: Mapping[str, Any], earlier: Mapping[str, Any] | None, *, rows: int, title: str, earlier_title: str = ""
+    document: Mapping[str, Any], earlier: Mapping[str, Any] | None, *, rows: int, title: str, earlier_title: str = ""
 ) -> RenderableType:
     """Return the tables of one profile.
 
     Args:
-        found: What `profile.json` holds.
+        document: What `profile.json` holds.
         earlier: Of the profile that it is compared with.
         rows: Most rows of a table; what is left out is counted.
         title: Of the profile.
         earlier_title: Of the earlier one.
     """
-    head = f"{title}: {found['num_steps']} steps in {_ms(found['wall_us'])} ms"
+    head = f"{title}: {document['num_steps']} steps in {_ms(document['wall_us'])} ms"
     if earlier is not None:
         head += f"; before, {earlier_title}: {earlier['num_steps']} steps in {_ms(earlier['wall_us'])} ms"
-    parts: list[RenderableType] = [Text(head, style="bold"), Text(), _kinds(found, earlier), Text()]
-    parts += [_paths(found, earlier, rows), Text(), _flame(found, rows)]
+    parts: list[RenderableType] = [Text(head, style="bold"), Text(), _kinds(document, earlier), Text()]
+    parts += [_paths(document, earlier, rows), Text(), _flame(document, rows)]
     return Group(*parts)
 
 
-def _kinds(found: Mapping[str, Any], earlier: Mapping[str, Any] | None) -> RenderableType:
+def _kinds(document: Mapping[str, Any], earlier: Mapping[str, Any] | None) -> RenderableType:
     table = new_table("kind of span", "count", "total ms", *(["before", "ratio"] if earlier else []))
-    for kind in sorted(found["kinds"], key=lambda kind: -found["kinds"][kind]["total_us"]):
-        total = found["kinds"][kind]["total_us"]
-        cells = [kind, str(found["kinds"][kind]["count"]), _ms(total)]
+    for kind in sorted(document["kinds"], key=lambda kind: -document["kinds"][kind]["total_us"]):
+        total = document["kinds"][kind]["total_us"]
+        cells = [kind, str(document["kinds"][kind]["count"]), _ms(total)]
         if earlier is not None:
             cells += _against(total, earlier["kinds"].get(kind, {}).get("total_us"))
         table.add_row(*cells)
@@ -331,15 +331,15 @@ def inclusive(paths: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return dict(totals)
 
 
-def _paths(found: Mapping[str, Any], earlier: Mapping[str, Any] | None, rows: int) -> RenderableType:
-    totals = inclusive(found["paths"])
+def _paths(document: Mapping[str, Any], earlier: Mapping[str, Any] | None, rows: int) -> RenderableType:
+    totals = inclusive(document["paths"])
     before = inclusive(earlier["paths"]) if earlier else {}
-    everything = sum(entry["own_us"] for entry in found["paths"].values()) or 1.0
+    everything = sum(entry["own_us"] for entry in document["paths"].values()) or 1.0
     table = new_table("module", "calls", "total ms", "share", "own ms", *(["before", "ratio"] if earlier else []))
     table.columns[0].justify = "left"
     shown = sorted(totals, key=lambda path: -totals[path])[:rows]
     for path in sorted(shown, key=lambda path: (path == _OUTSIDE, path != ROOT, _natural(path))):
-        entry = found["paths"].get(path, {"calls": 0, "own_us": 0.0})
+        entry = document["paths"].get(path, {"calls": 0, "own_us": 0.0})
         depth = 0 if path in (ROOT, _OUTSIDE) else path.count(".") + 1
         share = totals[path] / everything
         cells = ["  " * depth + path, str(entry["calls"] or ""), _ms(totals[path]), f"{share:.1%}"]
@@ -352,11 +352,11 @@ def _paths(found: Mapping[str, Any], earlier: Mapping[str, Any] | None, rows: in
     return table
 
 
-def _flame(found: Mapping[str, Any], rows: int) -> RenderableType:
+def _flame(document: Mapping[str, Any], rows: int) -> RenderableType:
     table = new_table("span", "count", "total ms", "own ms", "")
     table.columns[0].justify = table.columns[4].justify = "left"
-    everything = sum(entry["total_us"] for entry in found["flame"].values()) or 1.0
-    entries = list(_walk(found["flame"], 0))
+    everything = sum(entry["total_us"] for entry in document["flame"].values()) or 1.0
+    entries = list(_walk(document["flame"], 0))
     limit = sorted((entry["total_us"] for _, _, entry in entries), reverse=True)[:rows][-1] if entries else 0.0
     # A parent takes at least as long as what is in it, so that no row stands without its parents.
     shown = [item for item in entries if item[2]["total_us"] >= limit]

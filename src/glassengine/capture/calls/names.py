@@ -148,12 +148,12 @@ class ModuleNames:
 
     def parameters(self) -> dict[Tensor, str]:
         """Return the name of every parameter; of a shared one the first."""
-        found: dict[Tensor, str] = {}
+        names: dict[Tensor, str] = {}
         for module, known in self.known.items():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    found.setdefault(parameter, _join(known.paths[0], name))
-        return found
+                    names.setdefault(parameter, _join(known.paths[0], name))
+        return names
 
     def enter(self, known: KnownModule, forward: OpenCalls) -> str | None:
         """Note a call and return its path with call; None where it passes on the call of its wrapper."""

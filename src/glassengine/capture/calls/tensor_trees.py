@@ -156,8 +156,8 @@ class Promise(Protocol):
 class LazyTensorLike(Protocol):
     """A tensor whose values may not be computed yet."""
 
-    def promised(self, site: str, told: Callable[[], None]) -> Promise:
-        """Return the promise of its values under the name `site`; `told` is called when promises were kept."""
+    def promised(self, site: str, on_run: Callable[[], None]) -> Promise:
+        """Return the promise of its values under the name `site`; `on_run` is called when promises were kept."""
 
     def keep_promises(self, why: str) -> None:
         """Compute all promised values, now."""

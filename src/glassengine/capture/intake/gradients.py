@@ -230,13 +230,13 @@ class ParameterHooks:
         self._intake.hold(step)
 
     def _deliver(self, step: int, name: str, port: str, tensor: Tensor) -> None:
-        seen = self._num_seen.get(step)
-        if seen is None:
+        counts = self._num_seen.get(step)
+        if counts is None:
             for ended in [known for known in self._num_seen if self._intake.has_ended(known)]:
                 del self._num_seen[ended]
-            seen = self._num_seen[step] = Counter()
-        call = seen[name + port]
-        seen[name + port] += 1
+            counts = self._num_seen[step] = Counter()
+        call = counts[name + port]
+        counts[name + port] += 1
         self._intake.take(f"{with_call(name, call)}{port}", step, tensor)
 
 

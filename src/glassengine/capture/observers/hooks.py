@@ -66,14 +66,14 @@ def named_network_outputs(target: nn.Module | HasSites, *args: Any, **kwargs: An
         )
     if not args and not kwargs and (is_pretrained(target) or not _can_be_called(target)):
         kwargs = dict(made_up_inputs(load_model(target))[0])
-    found: dict[str, torch.Tensor] = {}
+    outputs: dict[str, torch.Tensor] = {}
 
     def keep(site: str, tensor: torch.Tensor) -> None:
-        found[site] = tensor.detach().clone()
+        outputs[site] = tensor.detach().clone()
 
     with _Calls(target, {}).listening(None, keep):
         target(*args, **kwargs)
-    return iter(found.items())
+    return iter(outputs.items())
 
 
 class NetworkOutputs:

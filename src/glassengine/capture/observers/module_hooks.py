@@ -206,7 +206,7 @@ class ModuleHooks:
 
     def not_seen(self) -> dict[str, str]:
         """Return why no call was seen of modules inside of others that were called, by path."""
-        found = {}
+        reasons = {}
         insides = {}
         for module, known in self.names.known.items():
             kind = why_unseen(module)
@@ -215,10 +215,10 @@ class ModuleHooks:
         for path in self.not_called():
             for outer, kind in insides.items():
                 if path == outer or outer == ROOT or path.startswith(f"{outer}."):
-                    found[path] = f"runs inside of {kind}: that of {outer}"
+                    reasons[path] = f"runs inside of {kind}: that of {outer}"
                     break
-        found |= dict.fromkeys(self._replaced, "was compiled while it was recorded, and not seen from then on")
-        return found | dict.fromkeys(self.names.newcomers(), "came into the model while it was recorded")
+        reasons |= dict.fromkeys(self._replaced, "was compiled while it was recorded, and not seen from then on")
+        return reasons | dict.fromkeys(self.names.newcomers(), "came into the model while it was recorded")
 
     @property
     def is_open(self) -> bool:

@@ -86,8 +86,8 @@ def prompt_lengths(source: TensorSource) -> list[int] | None:
     known: list[int] | None = source.metadata.get("prompt_lengths")
     if known:
         return known
-    found = {entry.site.removeprefix(".:in."): entry for entry in source.entries if entry.step == 0}
-    ids, mask = found.get("input_ids", found.get(".:in[0]")), found.get("attention_mask")
+    entries = {entry.site.removeprefix(".:in."): entry for entry in source.entries if entry.step == 0}
+    ids, mask = entries.get("input_ids", entries.get(".:in[0]")), entries.get("attention_mask")
     if mask is not None and ids is not None and mask.shape == ids.shape:
         return [int(row) for row in source.tensor(mask).sum(-1)]
     if ids is not None and len(ids.shape) == 1 and len(source.metadata.get("token_ids") or ()) == 1:

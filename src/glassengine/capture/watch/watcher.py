@@ -127,8 +127,8 @@ class Watcher:
 
     def write(self, site: str, step: int, tensor: Tensor, *, rank: int = 0, **facts: Unpack[Facts]) -> None:
         """Take a tensor whose values are wanted where its step matters."""
-        told = {name: value for name, value in facts.items() if value is not None}
-        self._take(self._column(site, None, told), step, tensor, tensor.data_ptr())
+        known = {name: value for name, value in facts.items() if value is not None}
+        self._take(self._column(site, None, known), step, tensor, tensor.data_ptr())
 
     def measure(self, site: str, step: int, tensor: Tensor, *, rank: int, reason: str) -> bool:
         """Take a tensor whose values are not wanted; True."""
@@ -188,13 +188,13 @@ class Watcher:
 
     def summary(self) -> dict[str, Any]:
         """Return what the metadata of the recording says of the watch."""
-        found: dict[str, Any] = {"events": self.events, "num_suppressed": self.num_suppressed}
-        found["num_cut"] = self._ring.num_cut
+        summary_facts: dict[str, Any] = {"events": self.events, "num_suppressed": self.num_suppressed}
+        summary_facts["num_cut"] = self._ring.num_cut
         if self._log.failure is not None:
-            found["series_failed"] = str(self._log.failure.strerror or self._log.failure)
+            summary_facts["series_failed"] = str(self._log.failure.strerror or self._log.failure)
         if self._trackers.problems:
-            found["trackers"] = self._trackers.problems
-        return found
+            summary_facts["trackers"] = self._trackers.problems
+        return summary_facts
 
     def _column(self, site: str, reason: str | None, facts: dict[str, Any]) -> Column:
         found = self._columns.get(site)

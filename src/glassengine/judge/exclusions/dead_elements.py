@@ -49,7 +49,7 @@ class Differing:
 def differing(
     candidate: torch.Tensor,
     predicted: torch.Tensor,
-    again: Callable[[torch.Tensor], Judgement],
+    judge_again: Callable[[torch.Tensor], Judgement],
     exempt: Iterable[torch.Tensor] = (),
 ) -> Differing | None:
     """Return the elements that differ by more than rounding; None if there are none.
@@ -59,7 +59,7 @@ def differing(
     Args:
         candidate: A tensor of a candidate.
         predicted: What it should be.
-        again: Judges another tensor in its place.
+        judge_again: Judges another tensor in its place.
         exempt: Bool masks of the elements that do not count.
     """
     if candidate.shape != predicted.shape or not candidate.is_floating_point() or not predicted.is_floating_point():
@@ -76,7 +76,7 @@ def differing(
     found = counts & ~(same | near)
     if not bool(found.any()):
         return None
-    return Differing(found, lambda: again(torch.where(found, predicted.to(candidate.dtype), candidate)))
+    return Differing(found, lambda: judge_again(torch.where(found, predicted.to(candidate.dtype), candidate)))
 
 
 def unread_nodes(program: Program) -> set[str]:
@@ -170,8 +170,8 @@ class _Lane(OtherValues):
         self.keep(node, other, self._values[node])
         return False
 
-    def _called(self, node: Node, others: Mapping[Node, Any]) -> Any:
-        return call_with(node, lambda source: others.get(source, self._values[source]), target_of(node))
+    def _called(self, node: Node, other_values: Mapping[Node, Any]) -> Any:
+        return call_with(node, lambda source: other_values.get(source, self._values[source]), target_of(node))
 
 
 def _of_inputs(program: Program) -> set[Node]:

@@ -116,14 +116,14 @@ class Source:
         """Return whether an op of these traits may mark elements; others are not asked while nothing is marked."""
         return True
 
-    def other(self, node: Node, below: Any, values: Values, others: Mapping[Node, Any]) -> Any:
+    def other(self, node: Node, below: Any, values: Values, other_values: Mapping[Node, Any]) -> Any:
         """Return another legal value of `node`.
 
         Args:
             node: A computed node.
             below: What it makes of the other values that it reads; its own value if it reads none.
             values: Of all nodes computed so far, this one among them.
-            others: The other values of nodes before it.
+            other_values: The other values of nodes before it.
         """
         value = values[node][self.lane]
         marks = self.marks(node, value, values) if isinstance(value, Tensor) else None
@@ -137,7 +137,7 @@ class Source:
         """Return a bool mask of other elements that do not count, on which nothing that counts depends."""
         return None
 
-    def loses(self, node: Node, others: Mapping[Node, Any]) -> bool:
+    def loses(self, node: Node, other_values: Mapping[Node, Any]) -> bool:
         """Return whether one other value of what `node` reads does not tell which of its elements depend on it."""
         return False
 
@@ -206,9 +206,10 @@ class Followed:
         self._lane.settle(node)
         self._dropped.pop(node, None)
 
-    def _computed_again(self, node: Node, others: Mapping[Node, Any]) -> Any:
+    def _computed_again(self, node: Node, other_values: Mapping[Node, Any]) -> Any:
         return call_with(
-            node, lambda source: others[source] if source in others else self._values[source][self.source.lane]
+            node,
+            lambda source: other_values[source] if source in other_values else self._values[source][self.source.lane],
         )
 
 

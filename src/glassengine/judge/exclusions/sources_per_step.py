@@ -51,7 +51,7 @@ class Draws(Source):
         """Return whether an op draws."""
         return bool(traits.is_random)
 
-    def other(self, node: Node, below: Any, values: Values, others: Mapping[Node, Any]) -> Any:
+    def other(self, node: Node, below: Any, values: Values, other_values: Mapping[Node, Any]) -> Any:
         """Return an unknown value for a draw."""
         return WHOLE if traits_of(node).is_random else below
 

@@ -185,19 +185,19 @@ class Ties(Source):
     is_lost_as_a_whole = True
     is_choice = True
 
-    def other(self, node: Node, below: Any, values: Values, others: Mapping[Node, Any]) -> Any:
+    def other(self, node: Node, below: Any, values: Values, other_values: Mapping[Node, Any]) -> Any:
         """Return what a node makes of the other choices above it, with other choices of its own."""
         exact, *runs = values[node]
         if below is WHOLE or traits_of(node).is_arbitrary or (below is exact and _is_continuous(exact)):
             return below
-        other = _chosen_otherwise(node, values, below, others)
+        other = _chosen_otherwise(node, values, below, other_values)
         return pytree.tree_map(_unstable, other, exact, *runs) if _is_alike(other, exact, *runs) else WHOLE
 
-    def loses(self, node: Node, others: Mapping[Node, Any]) -> bool:
+    def loses(self, node: Node, other_values: Mapping[Node, Any]) -> bool:
         """Return whether a node reads integers that a tie turns over, and several of them decide together."""
         if _is_of_places(node):
             return False
-        leaves = [leaf for source in node.all_input_nodes for leaf in pytree.tree_leaves(others.get(source))]
+        leaves = [leaf for source in node.all_input_nodes for leaf in pytree.tree_leaves(other_values.get(source))]
         return any(isinstance(leaf, Tensor) and not _is_continuous(leaf) for leaf in leaves)
 
 
@@ -205,15 +205,15 @@ def settled_sources(node: Node, values: Values) -> dict[str, Tensor]:
     """Return, of the floating values that a choice compares, those in which rounding has no part; NaN for others."""
     if ranking(node) is None and not is_comparison(node) and op_name(node) != "quantize":
         return {}
-    found = {}
+    settled = {}
     for source in node.all_input_nodes:
         runs = values[source]
         if _is_float(runs[0]):
-            found[source.name] = torch.where(_spread(runs) == 0, runs[0].double(), torch.nan)
-    return found
+            settled[source.name] = torch.where(_spread(runs) == 0, runs[0].double(), torch.nan)
+    return settled
 
 
-def _chosen_otherwise(node: Node, env: Values, other: Any, others: Mapping[Node, Any]) -> Any:
+def _chosen_otherwise(node: Node, env: Values, other: Any, other_values: Mapping[Node, Any]) -> Any:
     """Return `other`, the result of `node`, with other choices wherever rounding could turn them over."""
     sources = [arg for arg in node.args if isinstance(arg, Node)]
     if not sources or not isinstance(env[sources[0]][0], Tensor):
@@ -223,7 +223,7 @@ def _chosen_otherwise(node: Node, env: Values, other: Any, others: Mapping[Node,
     if choice is not None and _is_float(values[0]) and values[0].dim():
         # Of several ties above, one may be turned over and another not: the choice is any.
         u = unit_roundoff(sources[0].meta["val"].dtype)
-        hangs = differs(others[sources[0]], values[0], _SAME * u) if sources[0] in others else None
+        hangs = differs(other_values[sources[0]], values[0], _SAME * u) if sources[0] in other_values else None
         return _ranked_otherwise(node, choice, values, other, hangs)
     if is_comparison(node):
         sides = [env[arg] if isinstance(arg, Node) else [arg] * len(values) for arg in node.args[:2]]

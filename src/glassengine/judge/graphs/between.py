@@ -123,19 +123,19 @@ def rounded_to(node: Node) -> set[torch.dtype]:
     return {dtype for dtype in casts if dtype.is_floating_point and unit_roundoff(dtype) > unit_roundoff(own)}
 
 
-def sibling_of(node: Node, found: Mapping[str, str], theirs: Mapping[str, Node]) -> str | None:
+def sibling_of(node: Node, counterparts: Mapping[str, str], theirs: Mapping[str, Node]) -> str | None:
     """Return the candidate's counterpart of one result of an op by that of another: indices beside the values chosen.
 
     Args:
         node: Of the baseline.
-        found: Node of the baseline -> counterpart.
+        counterparts: Node of the baseline -> counterpart.
         theirs: The candidate's nodes by name.
     """
     if op_name(node) != "getitem":
         return None
     op = node.all_input_nodes[0]
     for beside in op.users:
-        known = theirs.get(found.get(beside.name, ""))
+        known = theirs.get(counterparts.get(beside.name, ""))
         if known is None or op_name(known) != "getitem" or known.all_input_nodes[0].target != op.target:
             continue
         of_both = (user for user in known.all_input_nodes[0].users if op_name(user) == "getitem")
@@ -144,21 +144,21 @@ def sibling_of(node: Node, found: Mapping[str, str], theirs: Mapping[str, Node])
 
 
 def reads_the_same(
-    ours: Node, theirs: Node, found: Mapping[str, str], names: tuple[Mapping[str, str], Mapping[str, str]]
+    ours: Node, theirs: Node, counterparts: Mapping[str, str], names: tuple[Mapping[str, str], Mapping[str, str]]
 ) -> bool:
     """Whether two nodes call one op on counterparts; weights count as such.
 
     Args:
         ours: Of the baseline.
         theirs: Of the candidate.
-        found: Node -> counterpart.
+        counterparts: Node -> counterpart.
         names: Placeholder -> input, of both programs.
     """
-    return ours.target == theirs.target and reads_counterparts(ours, theirs, found, names)
+    return ours.target == theirs.target and reads_counterparts(ours, theirs, counterparts, names)
 
 
 def reads_counterparts(
-    ours: Node, theirs: Node, found: Mapping[str, str], names: tuple[Mapping[str, str], Mapping[str, str]]
+    ours: Node, theirs: Node, counterparts: Mapping[str, str], names: tuple[Mapping[str, str], Mapping[str, str]]
 ) -> bool:
     """Whether two nodes read counterparts, with any results; for the arguments see `reads_the_same`."""
     sources = [
@@ -171,6 +171,6 @@ def reads_counterparts(
         if a.op == "placeholder":
             if b.op != "placeholder" or names[0].get(a.name) != names[1].get(b.name):
                 return False
-        elif is_tensor_node(a) and found.get(a.name) != b.name:
+        elif is_tensor_node(a) and counterparts.get(a.name) != b.name:
             return False
     return True

@@ -66,28 +66,28 @@ def pair_sites(baseline: Program, candidate: Program) -> tuple[list[SitePair], l
 
 
 def _pair_outputs(
-    baseline: Program, candidate: Program, nodes: tuple[dict[str, Node], dict[str, Node]], found: dict[str, SitePair]
+    baseline: Program, candidate: Program, nodes: tuple[dict[str, Node], dict[str, Node]], pairs: dict[str, SitePair]
 ) -> None:
     """An op behind the last one of a result (a clamp, say) is what that result has become."""
     for name, node in baseline.output_nodes.items():
         ours, theirs = _op_site(baseline, node), _op_site(candidate, candidate.output_nodes.get(name))
         if ours is None or theirs is None:
             continue
-        known = found.get(ours.name)
+        known = pairs.get(ours.name)
         if known is None or known.candidate.name != theirs.name:
             how = difference(nodes[0][ours.node], nodes[1][theirs.node])
-            found[ours.name] = SitePair(ours, theirs, "output", how)
+            pairs[ours.name] = SitePair(ours, theirs, "output", how)
 
 
 def _pair_by_consumer(
-    baseline: Program, candidate: Program, nodes: tuple[dict[str, Node], dict[str, Node]], found: dict[str, SitePair]
+    baseline: Program, candidate: Program, nodes: tuple[dict[str, Node], dict[str, Node]], pairs: dict[str, SitePair]
 ) -> None:
     """Pair what is left over with what feeds the same argument of a counterpart, last ops first."""
-    counterpart = {pair.baseline.node: nodes[1][pair.candidate.node] for pair in found.values()}
-    taken = {pair.candidate.node for pair in found.values()}
+    counterpart = {pair.baseline.node: nodes[1][pair.candidate.node] for pair in pairs.values()}
+    taken = {pair.candidate.node for pair in pairs.values()}
     for node in reversed(baseline.graph.nodes):
         ours = _op_site(baseline, node.name)
-        if ours is None or ours.name in found:
+        if ours is None or ours.name in pairs:
             continue
         for user in node.users:
             if user.name not in counterpart:
@@ -95,7 +95,7 @@ def _pair_by_consumer(
             theirs = _fed(user, node, counterpart[user.name])
             site = None if theirs is None else _op_site(candidate, theirs.name)
             if site is not None and site.node not in taken and _kind(site)[1:] == _kind(ours)[1:]:
-                found[ours.name] = SitePair(ours, site, "consumer", difference(node, nodes[1][site.node]))
+                pairs[ours.name] = SitePair(ours, site, "consumer", difference(node, nodes[1][site.node]))
                 counterpart[node.name] = nodes[1][site.node]
                 taken.add(site.node)
                 break
@@ -212,13 +212,13 @@ def paired_results(baseline: Program, candidate: Program) -> dict[str, str]:
     Caches go together by name alone, and the rest in order only where both sides have as many left.
     """
     left, right = _read_by_others(baseline), _read_by_others(candidate)
-    found = {node: right[name] for name, node in left.items() if name in right}
+    paired = {node: right[name] for name, node in left.items() if name in right}
     ours = [node for name, node in left.items() if name not in right and name not in baseline.caches.values()]
     theirs = [node for name, node in right.items() if name not in left and name not in candidate.caches.values()]
     both = (ours, baseline), (theirs, candidate)
     if len(ours) == len(theirs):
-        found |= in_order(*({name: program.node(name).meta["val"] for name in names} for names, program in both))
-    return found
+        paired |= in_order(*({name: program.node(name).meta["val"] for name in names} for names, program in both))
+    return paired
 
 
 def in_order(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, str]:
@@ -236,19 +236,19 @@ def in_order(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, st
         pairs = list(zip(ours, theirs, strict=True))
         if all(_is_float(ours[a]) == _is_float(theirs[b]) for a, b in pairs):
             return dict(pairs)
-    found: dict[str, str] = {}
+    paired: dict[str, str] = {}
     is_one = min(len(ours), len(theirs)) == 1
     likes = (_shape, torch.Tensor.numel, _is_float) if is_one or len(ours) == len(theirs) else (_shape, torch.numel)
     for like in likes:
         for name, value in ours.items():
-            if name in found or not isinstance(value, torch.Tensor):
+            if name in paired or not isinstance(value, torch.Tensor):
                 continue
-            free = [(other, made) for other, made in theirs.items() if other not in found.values()]
+            free = [(other, made) for other, made in theirs.items() if other not in paired.values()]
             alike = (o for o, made in free if _is_float(made) == _is_float(value) and like(made) == like(value))
             other = next(alike, None)
             if other is not None:
-                found[name] = other
-    return found if found or not is_one else {next(iter(ours)): next(iter(theirs))}
+                paired[name] = other
+    return paired if paired or not is_one else {next(iter(ours)): next(iter(theirs))}
 
 
 def by_value(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, str]:
@@ -268,17 +268,17 @@ def by_value(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, st
             if both and _shape(value) == _shape(made):
                 error = float((made.double() - value.double()).norm())
                 apart |= {(name, other): error} if error <= _NEAR * float(value.double().norm()) else {}
-    found: dict[str, str] = {}
+    paired: dict[str, str] = {}
     for name, other in zip(ours, theirs, strict=True) if len(ours) == len(theirs) else ():
         nearest = min((error for (one, _), error in apart.items() if one == name), default=math.inf)
         if apart.get((name, other), math.inf) <= _AS_NEAR * nearest < math.inf:
-            found[name] = other
+            paired[name] = other
     for name, other in sorted(apart, key=apart.__getitem__):
-        if name not in found and other not in found.values():
-            found[name] = other
-    left = {name: value for name, value in ours.items() if name not in found}
-    others = {name: made for name, made in theirs.items() if name not in found.values()}
-    return found | (in_order(left, others) if left and others else {})
+        if name not in paired and other not in paired.values():
+            paired[name] = other
+    left = {name: value for name, value in ours.items() if name not in paired}
+    unpaired = {name: made for name, made in theirs.items() if name not in paired.values()}
+    return paired | (in_order(left, unpaired) if left and unpaired else {})
 
 
 def _is_float(value: Any) -> bool:

@@ -144,13 +144,13 @@ def module_path(node: Node) -> str:
 
 def _ranges(placeholders: Sequence[Node]) -> dict[Any, Any]:
     """Return the range of every symbol in the sizes of the inputs, as far as their tracer knows it."""
-    found: dict[Any, Any] = {}
+    ranges: dict[Any, Any] = {}
     for node in placeholders:
         for size in node.meta["val"].shape:
             if isinstance(size, torch.SymInt):
                 known = size.node.shape_env.var_to_range
-                found |= {symbol: known[symbol] for symbol in size.node.expr.free_symbols if symbol in known}
-    return found
+                ranges |= {symbol: known[symbol] for symbol in size.node.expr.free_symbols if symbol in known}
+    return ranges
 
 
 def _example(node: Node) -> torch.Tensor:

@@ -263,16 +263,18 @@ class Counterparts:
 def pair_programs(baseline: Program, candidate: Program, cases: Sequence[Case]) -> dict[str, SitePair]:
     """Return baseline node -> pair; programs of the same ops in the same order pair without being run."""
     pairs, ours, theirs = pair_sites(baseline, candidate)
-    found = {pair.baseline.node: pair.candidate.node for pair in pairs}
+    counterparts = {pair.baseline.node: pair.candidate.node for pair in pairs}
     nodes = ({node.name: node for node in program.graph.nodes} for program in (baseline, candidate))
     left, right = nodes
     names = ports(baseline), ports(candidate)
     if not ours and not theirs:
-        if all(reads_the_same(left[a], right[b], found, names) for a, b in found.items()):
+        if all(reads_the_same(left[a], right[b], counterparts, names) for a, b in counterparts.items()):
             return {pair.baseline.node: pair for pair in pairs}
         are_files = baseline.onnx is not None and candidate.onnx is not None
-        if are_files and all(reads_counterparts(left[a], right[b], found, names) for a, b in found.items()):
-            other = {a for a, b in found.items() if left[a].target != right[b].target}
+        if are_files and all(
+            reads_counterparts(left[a], right[b], counterparts, names) for a, b in counterparts.items()
+        ):
+            other = {a for a, b in counterparts.items() if left[a].target != right[b].target}
             if _are_apart(other, left):
                 return {pair.baseline.node: pair for pair in pairs}
     return Counterparts(baseline, candidate, probe(candidate, cases)).find()

@@ -228,8 +228,8 @@ class ProgramPairs:
 
     def hows(self) -> list[Arrangement]:
         """Return the arrangements of the tensors found so far, the most frequent first."""
-        found = Counter(seen.how for seen in self.found.values() if seen.how is not None)
-        return [how for how, _ in found.most_common()]
+        counts = Counter(seen.how for seen in self.found.values() if seen.how is not None)
+        return [how for how, _ in counts.most_common()]
 
     def is_near(self, node: Node, seen: CandidateTensor, predicted: Values) -> bool:
         """Whether a tensor is what is predicted of `node` up to rounding."""

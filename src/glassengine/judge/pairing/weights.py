@@ -245,10 +245,10 @@ class SameWeights:
 
     @cached_property
     def _by_number(self) -> Mapping[int, list[str]]:
-        found: dict[int, list[str]] = {}
+        by_number: dict[int, list[str]] = {}
         for name, tensor in self._theirs.items():
-            found.setdefault(tensor.numel(), []).append(name)
-        return found
+            by_number.setdefault(tensor.numel(), []).append(name)
+        return by_number
 
 
 def _weights_of(node: Node, weights: Mapping[str, torch.Tensor]) -> list[Node]:

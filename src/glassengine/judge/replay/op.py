@@ -317,13 +317,13 @@ class ComputedAgain:
                 moved = [self._made(op, call, depth, None, {name: sign * bound}) for sign in (1.0, -1.0)]
                 effects = [(part.exact - made.exact).abs() for part in moved]
                 carried = carried + torch.stack(effects).amax(0).nan_to_num(0.0, 0.0, 0.0)
-            own = rounding_bound(made, Roundoff(U_ACCUMULATE)) if inner else None
+            values = rounding_bound(made, Roundoff(U_ACCUMULATE)) if inner else None
         except DOES_NOT_FIT:
             return None  # what the candidate made an input of does not fit the input
-        if own is None:
+        if values is None:
             return None
         # Only where terms cancel: elsewhere the op's own bound has room for what its inputs were off by.
-        return made, torch.where(carried > _CANCELLED * own, carried, 0.0)
+        return made, torch.where(carried > _CANCELLED * values, carried, 0.0)
 
     def _made(
         self,
@@ -409,28 +409,28 @@ class Folded:
             op: The op.
             call: What computes its result.
         """
-        own = {source.name: self._values.of(source) for source in op.all_input_nodes}
-        exact = self._rounded(op, own)
+        values = {source.name: self._values.of(source) for source in op.all_input_nodes}
+        exact = self._rounded(op, values)
         if not exact:
             return None
 
         def on(inputs: Mapping[str, torch.Tensor]) -> Operation:
-            return in_float64(op, call, lambda source: inputs.get(source.name, own[source.name]))
+            return in_float64(op, call, lambda source: inputs.get(source.name, values[source.name]))
 
-        return on(exact), [on(other).exact for other in _made_otherwise(exact, own, self._generator)]
+        return on(exact), [on(other).exact for other in _made_otherwise(exact, values, self._generator)]
 
     def _rounded(self, op: Node, native: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return those inputs of `op` that were rounded while they were made, in float64."""
         made = [source for source in op.all_input_nodes if source.op == "call_function"]
-        found = {}
+        rounded = {}
         for source in made:
             value = native[source.name]
             is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
             if source.name in self._values.constant and is_float:
                 exact = self._exact(source)
                 if not torch.equal(exact, value.double()):
-                    found[source.name] = exact
-        return found
+                    rounded[source.name] = exact
+        return rounded
 
     def _exact(self, node: Node) -> Any:
         """Return a value in float64; a weight as it is."""

@@ -363,13 +363,15 @@ class ReferenceRun:
         own = kept.dtype if isinstance(kept, torch.Tensor) else value.dtype
         return keeps_whole_numbers(node, args, kwargs, value, self._exactness.unit(traits_of(node), own))
 
-    def _again(self, env: Mapping[Node, list[Any]], node: Node, others: Mapping[Node, Any]) -> Any:
+    def _again(self, env: Mapping[Node, list[Any]], node: Node, other_values: Mapping[Node, Any]) -> Any:
         """Compute the exact lane of a node once more, from other values of what it reads."""
         written = self._in_double[node]
         args, kwargs = torch.fx.node.map_arg(
             # An allocation keeps the program's dtype in this lane; what is written to it must not be rounded to that.
             written,
-            lambda source: pytree.tree_map(retarget, others[source] if source in others else env[source][0]),
+            lambda source: pytree.tree_map(
+                retarget, other_values[source] if source in other_values else env[source][0]
+            ),
         )
         return target_of(node)(*args, **kwargs)
 

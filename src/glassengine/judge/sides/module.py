@@ -206,12 +206,12 @@ _NEAR = 64
 """Units of the coarser dtype."""
 
 
-def until_here(found: Mapping[str, torch.Tensor], baseline: Mapping[str, torch.Tensor]) -> str | None:
+def until_here(outputs: Mapping[str, torch.Tensor], baseline: Mapping[str, torch.Tensor]) -> str | None:
     """Say which module outputs before an error are the baseline's; None where none has the name of one there."""
-    common = [name for name in found if name in baseline]
+    common = [name for name in outputs if name in baseline]
     if not common:
         return None
-    differs = next((name for name in common if not _is_near(found[name], baseline[name])), None)
+    differs = next((name for name in common if not _is_near(outputs[name], baseline[name])), None)
     if differs is not None:
         return f"before that its {differs} is not the baseline's any more"
     return f"until then it is the baseline's: {len(common)} module outputs, the last of them {common[-1]}"

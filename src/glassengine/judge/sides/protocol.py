@@ -320,8 +320,8 @@ class Side(ABC):
 
     def results_by_node(self, baseline: Program) -> dict[str, torch.Tensor]:
         """Return the results of a side that is observed by the names of the baseline's own nodes."""
-        found = {name: self.observed(baseline.output_nodes[name]) for name in results_of(baseline)}
-        return {name: several[-1].tensor for name, several in found.items() if several}
+        observed = {name: self.observed(baseline.output_nodes[name]) for name in results_of(baseline)}
+        return {name: several[-1].tensor for name, several in observed.items() if several}
 
     def collectives(self) -> Sequence[Collective]:
         """Return the sums of the current step that several processes made of their terms; none of one process."""

@@ -129,7 +129,7 @@ class RecordedTensors:
 
     def results(self, step: int, inputs: Given) -> dict[str, Tensor]:
         """Return the results of a step, perhaps of the last positions alone, as `generate` of transformers asks."""
-        found = {}
+        results = {}
         for result in results_of(self._program):
             sites = self._program.sites.by_node.get(self._program.output_nodes[result], ())
             entry = self._places.get((self.called[result].name, step)) if result in self.called else None
@@ -137,8 +137,8 @@ class RecordedTensors:
             value = self.source.tensor(entry) if entry is not None else next(iter(read), None)
             if value is not None:
                 is_flat = bool(sites) and isinstance(inputs, StepInputs)
-                found[result] = _by_rows(value, sites[0], inputs) if is_flat else value  # type: ignore[arg-type]
-        return found
+                results[result] = _by_rows(value, sites[0], inputs) if is_flat else value  # type: ignore[arg-type]
+        return results
 
     def _aligned(self, found: Observed | None, site: Site, inputs: Given) -> Observed | None:
         if found is not None:
@@ -329,23 +329,23 @@ def named_results_of(program: Program, results: Sequence[str], entries: Sequence
     own = [n for n in shapes if not n.startswith(".") or ((s := program.sites.get(n)) is not None and s.node in made)]
     ports = dict(_ports(own, results, _RESULT))
     taken = {*known_inputs(program, shapes).values(), *ports.values()}
-    found: dict[str, NamedResult] = {}
+    named: dict[str, NamedResult] = {}
     for result, name in ports.items():
         site = program.sites.get(name)
         # A module may have the name of a result: which of the two is meant, nothing says beside other tensors.
         is_clear = site is None or site.node == program.output_nodes[result] or taken.issuperset(shapes)
-        found[result] = NamedResult(name, "name" if is_clear else AMBIGUOUS)
+        named[result] = NamedResult(name, "name" if is_clear else AMBIGUOUS)
     known = {site.name for site in program.sites} | {site.node for site in program.sites}
     free = {name: shape for name, shape in shapes.items() if name not in taken}
     for result in results:
         node = program.output_nodes[result]
-        if result in found or any(site.name in shapes for site in program.sites.by_node.get(node, ())):
+        if result in named or any(site.name in shapes for site in program.sites.by_node.get(node, ())):
             continue
         wanted = tuple(getattr(program.node(node).meta.get("val"), "shape", ()))
         alike = [name for name, shape in free.items() if wanted and _fits(shape, wanted)]
         if len(alike) == 1 and alike[0] not in known:
-            found[result] = NamedResult(alike[0], "shape")
-    return found
+            named[result] = NamedResult(alike[0], "shape")
+    return named
 
 
 def known_inputs(program: Program, names: Collection[str]) -> dict[str, str]:
@@ -358,12 +358,12 @@ def meaningless(names: Collection[str], known: Collection[str], program: Program
     """Return the names of a record that mean nothing -> why they are not judged, with the nearest that would."""
     free = [site.name for site in program.sites if site.kind != "op" and ":in" not in site.name]
     free = [name for name in free if name not in known] or [site.name for site in program.sites]
-    found = {}
+    reasons = {}
     for name in names:
         if name not in known:
             close = nearest(name, free, limit=1)
-            found[name] = f"{name} names nothing in the baseline{f' (nearest: {close[0]})' if close else ''}"
-    return found
+            reasons[name] = f"{name} names nothing in the baseline{f' (nearest: {close[0]})' if close else ''}"
+    return reasons
 
 
 def _ports(names: Collection[str], ports: Sequence[str], spelled: re.Pattern[str]) -> Iterator[tuple[str, str]]:
@@ -534,10 +534,10 @@ def recorded_case(source: TensorSource) -> Case | None:
 
 def _by_step(source: TensorSource) -> dict[int, dict[str, Entry]]:
     """Return step -> name -> entry."""
-    found: dict[int, dict[str, Entry]] = {}
+    by_step: dict[int, dict[str, Entry]] = {}
     for entry in source.entries:
-        found.setdefault(entry.step, {})[entry.site] = entry
-    return found
+        by_step.setdefault(entry.step, {})[entry.site] = entry
+    return by_step
 
 
 def _token_rows(source: TensorSource) -> list[list[int]]:

@@ -230,14 +230,14 @@ class TensorsOfRanks(RecordedTensors):
     def _made(self, inputs: Given) -> dict[str, Tensor]:
         """Return what the model was given and made in the present step, by site."""
         named = by_name(inputs)
-        found = {f"{_INPUT}.{name}": tensor for name, tensor in named.items()}
-        found |= {f"{_INPUT}[{place}]": tensor for place, tensor in enumerate(named.values())}
+        tensors = {f"{_INPUT}.{name}": tensor for name, tensor in named.items()}
+        tensors |= {f"{_INPUT}[{place}]": tensor for place, tensor in enumerate(named.values())}
         made = self._model.module_outputs()
         for site in self._program.sites:
             key = f"node:{site.node}" if site.kind == "kv" else site.name
             if site.kind != "op" and key in made:
-                found[site.name] = made[key]
-        return found
+                tensors[site.name] = made[key]
+        return tensors
 
     def _require_same_inputs(self, source: TensorSource) -> None:
         for entry in self.together.entries:

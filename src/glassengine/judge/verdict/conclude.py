@@ -168,15 +168,15 @@ def findings_of(
 
 def reads_of(program: Program) -> dict[str, tuple[str, ...]]:
     """Return, of each site, the sites whose tensors its op reads, through nodes without one."""
-    sites = {node: found[0].name for node, found in program.sites.by_node.items() if found}
+    sites = {node: reads[0].name for node, reads in program.sites.by_node.items() if reads}
     above: dict[Node, tuple[str, ...]] = {}
-    found: dict[str, tuple[str, ...]] = {}
+    reads: dict[str, tuple[str, ...]] = {}
     for node in program.graph.nodes:
         read = [(sites[one.name],) if one.name in sites else above[one] for one in node.all_input_nodes]
         above[node] = tuple(dict.fromkeys(name for names in read for name in names))
         if node.name in sites and above[node]:
-            found[sites[node.name]] = above[node]
-    return found
+            reads[sites[node.name]] = above[node]
+    return reads
 
 
 def _folded(score: Score, program: Program) -> set[str]:
@@ -321,14 +321,14 @@ def _source_there(score: Score, divergence: Divergence) -> str | None:
 def _within_regions(score: Score, program: Program) -> Iterator[Pair]:
     """A pair for each op that the candidate writes differently, with the verdict of the region that it is in."""
     inside = region_nodes(score, program) if score.side.observed_at is ObservedAt.OP else {}
-    found: dict[str, list[Pair]] = {}
+    by_region: dict[str, list[Pair]] = {}
     for pair in score.pairs:
-        found.setdefault(pair.site, []).append(pair)
+        by_region.setdefault(pair.site, []).append(pair)
     names = {node: sites[0].name for node, sites in program.sites.by_node.items()}
     for node in sorted(float_nodes(program, ("op",)) & inside.keys()):
         runs: dict[tuple[str | None, int], list[Pair]] = {}
         for end in inside[node]:
-            for pair in found.get(names[end], ()):
+            for pair in by_region.get(names[end], ()):
                 runs.setdefault((pair.case, pair.step), []).append(pair)
         for ends in runs.values():
             last = max(ends, key=lambda pair: VERDICTS.index(pair.verdict))

@@ -58,8 +58,8 @@ def run_cases(
     for name in results_of(program):
         results.setdefault(program.output_nodes[name], []).append(name)
     for case in cases:
-        how: Any = {"coarsest": coarsest, "accumulation": accumulation, "arithmetic": arithmetic}
-        reference = ReferenceRun(program, **how)
+        options: Any = {"coarsest": coarsest, "accumulation": accumulation, "arithmetic": arithmetic}
+        reference = ReferenceRun(program, **options)
         for score in scores:
             score.begin(case)
         inputs: Any = None

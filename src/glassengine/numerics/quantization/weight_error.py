@@ -90,7 +90,7 @@ def judge_weight(
     baseline: Tensor,
     candidate: Tensor,
     step: Tensor,
-    others: Mapping[str, Tensor] | None = None,
+    other_weights: Mapping[str, Tensor] | None = None,
     *,
     by_group: bool = True,
 ) -> WeightError:
@@ -100,7 +100,7 @@ def judge_weight(
         baseline: Unquantized, floating, at least 2 dimensions; the last one is the inputs'.
         candidate: What the quantized weight stands for, the same shape.
         step: Of each element, negative at the ends of the range; 0 for elements that are not quantized.
-        others: Name -> unquantized weights of the same shape, which it may be by mistake.
+        other_weights: Name -> unquantized weights of the same shape, which it may be by mistake.
         by_group: Whether groups, inputs and single elements are evidence: not those of a codebook of 1 to 3 bits, which
             is fitted to some elements at the cost of others.
     """
@@ -116,7 +116,7 @@ def judge_weight(
         mistakes = [Hint("other", "the quantized weight has NaN values", 1.0, evidence="not a number")]
         rms = math.inf
     elif sums.correlation < _WRONG or (mistakes and sums.correlation < _RIGHT):
-        instead = _instead(b, c, others or {}, sums.correlation)
+        instead = _instead(b, c, other_weights or {}, sums.correlation)
         if instead is not None:
             mistakes = [instead]
         elif sums.correlation < _WRONG and groups.share < _WRONG:
@@ -268,7 +268,7 @@ def _is_scaled(sums: MatrixSums) -> bool:
     return enough and abs(bc / bb - 1) > max(_LEAST_FACTOR, _OF_ROUNDING * math.sqrt(rounding / bb))
 
 
-def _instead(b: Tensor, c: Tensor, others: Mapping[str, Tensor], correlation: float) -> Hint | None:
+def _instead(b: Tensor, c: Tensor, other_weights: Mapping[str, Tensor], correlation: float) -> Hint | None:
     """Return what the values of a weight are instead of its own, if known."""
     rows, columns = (min(size, _SAMPLE) // 8 * 8 for size in b.shape)
     small_b, small_c = b[:rows, :columns].double(), c[:rows, :columns].double()
@@ -282,7 +282,7 @@ def _instead(b: Tensor, c: Tensor, others: Mapping[str, Tensor], correlation: fl
         return Hint("transposed", "it is the transposed weight", 1.0, evidence="transposed")
     if correlation < -_RIGHT:
         return Hint("scale", "it has the other sign", 1.0, evidence="sign")
-    found = next((name for name, other in others.items() if _is_same(other, c)), None)
+    found = next((name for name, other in other_weights.items() if _is_same(other, c)), None)
     return None if found is None else Hint("swapped", f"it is the weight {found}", 1.0, evidence="another weight")
 
 

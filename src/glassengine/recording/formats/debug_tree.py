@@ -160,15 +160,15 @@ class DebuggerFile(ForeignTensors):
                 self._add(where, *self._entry(folder, where, step, rank, value), step=step)
 
     def _entry(
-        self, folder: Path, site: str, step: int, rank: int, found: dict[str, Any]
+        self, folder: Path, site: str, step: int, rank: int, document: dict[str, Any]
     ) -> tuple[Entry, _Place] | tuple[str]:
         """Return the entry of a tensor of the tree and where its values are, or why it is not given as one."""
-        shape, dtype = _described(found)
-        value = found.get("value")
+        shape, dtype = _described(document)
+        value = document.get("value")
         if dtype not in STORED:
             return (f"no arithmetic for {dtype[:80]}",)
         if value is None:
-            self._printed |= dict(_statistics(site, step, rank, dtype, shape, found))
+            self._printed |= dict(_statistics(site, step, rank, dtype, shape, document))
             return ("statistics only: the values are in the file that ends in _FULL_TENSORS.json",)
         nbytes = num_bytes(dtype, shape)
         if isinstance(value, str):
@@ -210,13 +210,13 @@ class PrintedStatistics(ForeignTensors):
 
 
 def _statistics(
-    site: str, step: int, rank: int, dtype: str, shape: tuple[int, ...], found: dict[str, Any]
+    site: str, step: int, rank: int, dtype: str, shape: tuple[int, ...], document: dict[str, Any]
 ) -> Iterator[tuple[Entry, Tensor]]:
     import torch
 
     sizes = torch.tensor(shape, dtype=torch.int64)
     yield Entry(f"{site}:shape", step, rank, "int64", tuple(sizes.shape), nbytes=sizes.nbytes), sizes
-    printed = [_NUMBER.fullmatch(str(found.get(name))) for name in ("std", "mean", "min", "max")]
+    printed = [_NUMBER.fullmatch(str(document.get(name))) for name in ("std", "mean", "min", "max")]
     if not all(printed):
         return
     std, mean, least, most = (float(number[1]) for number in printed if number)
@@ -304,13 +304,13 @@ def _leaves(where: str, port: str, value: Any, depth: int) -> Iterator[tuple[str
             yield from _leaves(where, f"{port}.{key}" if key else port, item, depth + 1)
 
 
-def _described(found: dict[str, Any]) -> tuple[tuple[int, ...], str]:
-    shape = _SHAPE.fullmatch(found["shape"])
+def _described(document: dict[str, Any]) -> tuple[tuple[int, ...], str]:
+    shape = _SHAPE.fullmatch(document["shape"])
     try:
         sizes = shape_from([int(size) for size in shape[1].split(", ") if size] if shape is not None else None)
     except ValueError:
-        return (), f"the shape {found['shape'][:80]!r}"
-    return sizes, found["dtype"].removeprefix("torch.")
+        return (), f"the shape {document['shape'][:80]!r}"
+    return sizes, document["dtype"].removeprefix("torch.")
 
 
 def _values_file(path: Path) -> tuple[SafetensorsFile, Entry]:

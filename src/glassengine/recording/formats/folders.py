@@ -222,8 +222,8 @@ def _names(folder: Path) -> dict[str, tuple[str, str]]:
     """Return the content of `npy-names.json`, if it exists: stem of the files -> name of the tensor and its dtype."""
     if not (folder / _NAMES).exists():
         return {}
-    told: dict[str, Any] = {"what": "the list of names of the arrays", "version": 1}
-    document = read_document(folder / _NAMES, _ArrayNames, most=_MAX_NAMES_BYTES, inside=folder, **told)
+    limits: dict[str, Any] = {"what": "the list of names of the arrays", "version": 1}
+    document = read_document(folder / _NAMES, _ArrayNames, most=_MAX_NAMES_BYTES, inside=folder, **limits)
     return {stem: (of.name, str(of.dtype)) for stem, of in document.files.items()}
 
 

@@ -185,16 +185,16 @@ def open_probe_dumps(path: Path) -> ProbeDump | None:
     return ProbeDump(path, files) if files else None
 
 
-def _listing(path: Path, where: dict[str, int], depth: int) -> Iterator[tuple[Path, dict[str, int]]]:
+def _listing(path: Path, numbers: dict[str, int], depth: int) -> Iterator[tuple[Path, dict[str, int]]]:
     for item in sorted(path.iterdir()):
         found = _FOLDER.fullmatch(item.name)
         if item.is_symlink():
             continue
         if item.name == INDEX and item.is_file():
-            yield item, where
+            yield item, numbers
         elif found is not None and item.is_dir() and depth < 3:
             number = {found["kind"]: int(found["number"])} if found["kind"] != "proc" and found["number"] else {}
-            yield from _listing(item, {**where, **number}, depth + 1)
+            yield from _listing(item, {**numbers, **number}, depth + 1)
 
 
 def _tensors(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -134,14 +134,14 @@ def mapped(descriptor: int, start: int, num_bytes: int) -> Any:
 
 def _find_shards(directory: Path) -> dict[int, Path]:
     """Return the shards by number; of a shard that is sealed twice over a crash, the sealed file."""
-    found: dict[int, Path] = {}
+    shards: dict[int, Path] = {}
     for sealed in (False, True):
         suffix = Path(shard_name(0, sealed=sealed)).suffix
         for file in directory.glob(f"shard-*{suffix}"):
             number = shard_number(file.name, sealed=sealed)
             if number is not None and stat.S_ISREG(os.lstat(file).st_mode):
-                found[number] = file
-    return found
+                shards[number] = file
+    return shards
 
 
 def _header_bytes(file: Path) -> int:
@@ -184,12 +184,12 @@ class ShardObjects:
 
 def _find(directory: RemotePath) -> dict[int, ObjectFacts]:
     """Return the shards by number; of a shard that is there twice, the sealed one."""
-    found: dict[int, ObjectFacts] = {}
+    shards: dict[int, ObjectFacts] = {}
     there = [item for item in objects.listed(str(directory)) if not item.is_directory and item.size >= 8]
     for sealed in (False, True):
         numbers = [shard_number(item.name, sealed=sealed) for item in there]
-        found |= {number: item for number, item in zip(numbers, there, strict=True) if number is not None}
-    return found
+        shards |= {number: item for number, item in zip(numbers, there, strict=True) if number is not None}
+    return shards
 
 
 Shards = ShardFiles | ShardObjects

@@ -369,9 +369,9 @@ def _empty(shape: tuple[int, ...], dtype: str) -> Tensor:
 def _read_manifest(path: Path) -> dict[str, Any]:
     raw = read_bytes(path, most=layout.MAX_MANIFEST_BYTES, inside=path.parent)
     # What users write into the metadata may hold NaN.
-    told: dict[str, Any] = {"what": "the manifest of a recording", "nonfinite": True}
-    parsed(raw, _Manifest, path, version=layout.SCHEMA_VERSION, **told)
-    return parsed(raw, dict[str, Any], path, **told)
+    limits: dict[str, Any] = {"what": "the manifest of a recording", "nonfinite": True}
+    parsed(raw, _Manifest, path, version=layout.SCHEMA_VERSION, **limits)
+    return parsed(raw, dict[str, Any], path, **limits)
 
 
 class _Manifest(msgspec.Struct):

@@ -281,9 +281,9 @@ class RankRecordings:
 
     def noise_floor(self) -> NoiseFloor | None:
         """Return the noise floors of all ranks; None where a rank has none."""
-        found = {rank: recording.noise_floor() for rank, recording in self._recordings.items()}
-        known = {rank: floor for rank, floor in found.items() if floor is not None}
-        return NoiseFloor.of_ranks(known) if len(known) == len(found) else None
+        floors = {rank: recording.noise_floor() for rank, recording in self._recordings.items()}
+        known = {rank: floor for rank, floor in floors.items() if floor is not None}
+        return NoiseFloor.of_ranks(known) if len(known) == len(floors) else None
 
     def tensor(self, entry: Entry) -> Tensor:
         """Return the values of one of `entries`."""

@@ -398,13 +398,13 @@ class PageRows:
 
 def _ends(reads: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Return, of each module, the site of its last op."""
-    found: dict[str, str] = {}
+    ends: dict[str, str] = {}
     for site in reads:
         module = site.rpartition("/")[0]
         while module:
-            found[module] = site
+            ends[module] = site
             module = module.rpartition(".")[0]
-    return found
+    return ends
 
 
 def _region(end: str, reads: Mapping[str, Sequence[str]], judged: Set[str]) -> set[str]:

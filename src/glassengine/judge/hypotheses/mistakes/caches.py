@@ -47,9 +47,9 @@ def of_caches(question: Question) -> Iterator[Hypothesis]:
             for which, places in _WHICH.items():
                 edit = reading({place: change((None, key, value)[place]) for place in places})  # type: ignore[arg-type]
                 yield Hypothesis(kind, text.format(which), {node: edit})
-        both = {_KEY: _joined(value, key, slots, rows), _VALUE: _joined(key, value, slots, rows)}
+        joined_values = {_KEY: _joined(value, key, slots, rows), _VALUE: _joined(key, value, slots, rows)}
         text = "keys and values of earlier steps are exchanged in the cache"
-        yield Hypothesis("swapped", text, {node: reading(both)})
+        yield Hypothesis("swapped", text, {node: reading(joined_values)})
 
 
 def _changes(slots: torch.Tensor, rows: int, key: torch.Tensor) -> Iterator[tuple[Kind, str, Change]]:

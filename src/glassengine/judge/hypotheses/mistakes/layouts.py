@@ -230,14 +230,14 @@ def fused(question: Question) -> Iterator[Hypothesis]:
 
 def _taken_apart(question: Question) -> dict[tuple[Node, int], list[Node]]:
     """Return what is split or sliced along an axis, and by which ops."""
-    found: dict[tuple[Node, int], list[Node]] = defaultdict(list)
+    parts: dict[tuple[Node, int], list[Node]] = defaultdict(list)
     for node in question.trial.ops:
         if op_name(node) in ("split", "split_with_sizes", "chunk", "slice") and isinstance(node.args[0], Node):
             given, place = question.trial.tensor(node.args[0]), 1 if op_name(node) == "slice" else 2
             dim = node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0)
             if given is not None and isinstance(dim, int):
-                found[node.args[0], dim % given.dim()].append(node)
-    return found
+                parts[node.args[0], dim % given.dim()].append(node)
+    return parts
 
 
 def _widths(question: Question, source: Node, axis: int, readers: Sequence[Node]) -> tuple[int, ...]:
@@ -253,7 +253,7 @@ def _widths(question: Question, source: Node, axis: int, readers: Sequence[Node]
 
 def _heads_of(question: Question, readers: Sequence[Node], widths: set[int]) -> dict[int, set[int]]:
     """Return, for each width, in how many heads it is taken apart below."""
-    found: dict[int, set[int]] = defaultdict(set)
+    heads: dict[int, set[int]] = defaultdict(set)
     values = question.trial.values
 
     def is_open(node: Node) -> bool:
@@ -265,8 +265,8 @@ def _heads_of(question: Question, readers: Sequence[Node], widths: set[int]) -> 
         joined = meeting(given.shape, made.shape) if isinstance(given, torch.Tensor) else ()
         for place, _, parts in factored(joined, made.shape):
             if len(parts) == 2 and joined[place] in widths:
-                found[joined[place]].add(parts[0])
-    return found
+                heads[joined[place]].add(parts[0])
+    return heads
 
 
 def _part_orders(widths: Sequence[int], heads_of: dict[int, set[int]]) -> Iterator[tuple[torch.Tensor, str]]:

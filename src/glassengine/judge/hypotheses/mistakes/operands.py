@@ -319,10 +319,10 @@ def another_inside(question: Question) -> Iterator[Hypothesis]:
 def another_pass(question: Question) -> Iterator[Hypothesis]:
     """Yield: of a loop over steps or layers, what another pass made is read: a state or a memory that is stale."""
     trial = question.trial
-    own = {question.label(node): (question.own(node), trial.values[node]) for node in [*trial.inputs, *trial.ops]}
+    inside = {question.label(node): (question.own(node), trial.values[node]) for node in [*trial.inputs, *trial.ops]}
     there = {name: (question.named.get(question.sources.get(name, "")), one) for name, one in question.others.items()}
     made: dict[Any, list[tuple[str, Node, Any]]] = defaultdict(list)
-    for name, (node, value) in {**there, **own}.items():
+    for name, (node, value) in {**there, **inside}.items():
         if node is not None and (place := _made_at(node)) is not None:
             made[place].append((name, node, value))
     for reader in trial.ops:

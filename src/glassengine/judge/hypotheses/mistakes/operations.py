@@ -296,14 +296,14 @@ def variances(question: Question) -> Iterator[Hypothesis]:
         if terms <= 1:
             continue
         if name == "mean":
-            others = {"the mean is of n - 1: the variance is unbiased": terms / (terms - 1)}
+            factors = {"the mean is of n - 1: the variance is unbiased": terms / (terms - 1)}
         else:
             power = 0.5 if name == "std" else 1.0
-            others = {
+            factors = {
                 f"{name} is biased in the candidate: it divides by n": ((terms - 1) / terms) ** power,
                 f"{name} is unbiased in the candidate: it divides by n - 1": (terms / (terms - 1)) ** power,
             }
-        for text, factor in others.items():
+        for text, factor in factors.items():
             yield Hypothesis("other", text, {node: _times(factor)})
 
 

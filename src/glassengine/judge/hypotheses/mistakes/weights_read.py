@@ -140,7 +140,7 @@ def every_weight(question: Question) -> Iterator[Hypothesis]:
         if len(alike) != 1:
             continue
         edits: dict[Node, Edit] = {}
-        told: dict[str, tuple[Kind, str]] = {}
+        described: dict[str, tuple[Kind, str]] = {}
         read = (pytree.tree_leaves((op.args, dict(op.kwargs))) for op in (node, alike[0]))
         for ours, theirs in zip(*read, strict=False):
             own = question.held.get(theirs.name) if isinstance(theirs, Node) and isinstance(ours, Node) else None
@@ -152,11 +152,11 @@ def every_weight(question: Question) -> Iterator[Hypothesis]:
             if held is not None and not _is_same(value, held, same):
                 trial.budget.spend_passes(_PASSES, value)
                 edits[ours] = held
-                told[own] = _told(question, ours, relation(question.label(ours), own, value, held, others, same))
+                described[own] = _told(question, ours, relation(question.label(ours), own, value, held, others, same))
         if len(edits) > 1:
-            first, *rest = told
-            text = f"{told[first][1]}; {', '.join(name.rpartition('.')[2] for name in rest)} with it"
-            yield Hypothesis(told[first][0], text, edits)
+            first, *rest = described
+            text = f"{described[first][1]}; {', '.join(name.rpartition('.')[2] for name in rest)} with it"
+            yield Hypothesis(described[first][0], text, edits)
 
 
 def another_layer(question: Question) -> Iterator[Hypothesis]:
@@ -211,7 +211,7 @@ def relation(
     own: str,
     ours: torch.Tensor,
     theirs: torch.Tensor,
-    others: Mapping[str, torch.Tensor],
+    other_weights: Mapping[str, torch.Tensor],
     same: float = _SAME,
 ) -> tuple[Kind, str]:
     """Return (kind, words) for how the candidate's weight differs from the baseline's of the same op.
@@ -221,11 +221,11 @@ def relation(
         own: The candidate's name of it.
         ours: float64.
         theirs: float64, same shape.
-        others: The baseline's other weights by name.
+        other_weights: The baseline's other weights by name.
         same: Share of its size by which a number may differ.
     """
     there = name if f".{own}".endswith(f".{name}") else f"{own} (here {name})"
-    alike = ((n, t.detach().double()) for n, t in others.items() if n != name and t.shape == ours.shape)
+    alike = ((n, t.detach().double()) for n, t in other_weights.items() if n != name and t.shape == ours.shape)
     twin = next((n for n, tensor in alike if _is_same(tensor, theirs)), None)
     if twin is not None and (own.endswith(twin) or twin.endswith(own)):
         return "swapped", f"{own} is read instead of {name}"
