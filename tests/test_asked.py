@@ -78,6 +78,7 @@ WRONG = [
     (["sites", "nowhere/at/all"], "unknown model directory"),
     (["run", "nothing", "--input-text", "a"], "unknown engine directory"),
     (["record", "--", "missing.py"], "no such script"),
+    (["watch", "missing.py", "--", "missing.py"], "glass watch 'a.py ARGS' -- b.py ARGS"),
     (["record", "mine.py:net", "--inputs", "nothing.pt"], "unknown inputs file"),
     (["show", "nothing"], "no such file"),
     (["replay", "nothing"], "no such file"),

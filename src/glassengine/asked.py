@@ -106,10 +106,10 @@ def existing(path: str | None) -> str | None:
     return path
 
 
-def script(file: str) -> str:
-    """Require that a script is there."""
+def script(file: str, usage: str = "glass record -o DIR -- script.py ARGS") -> str:
+    """Require that a script is there; `usage` is what helps."""
     if not Path(file).is_file():
-        raise UsageError("no such script", got=file, hint="glass record -o DIR -- script.py ARGS")
+        raise UsageError("no such script", got=file, hint=usage)
     return file
 
 

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from glassengine.report.findings import RULES, SourceLine, findings
+from glassengine.report.findings import RULES, SourceLine, findings, next_step
 from glassengine.results import Comparison, Standing
 from tests.report.conftest import GUILTY
 
@@ -73,3 +73,11 @@ def test_lines_around_are_read_only_where_the_line_is_the_same(tmp_path: Path) -
     secret.write_text("a = 1\nb = 2\n")
     assert SourceLine(str(secret), 2, "b = 2").around(1) == [(2, "b = 2")], "not a source file"
     assert SourceLine(str(tmp_path / "missing.py"), 2, "b = 2").around(1) == [(2, "b = 2")]
+
+
+def test_the_document_of_a_command_stands_before_the_words_of_a_script(wrong: Comparison) -> None:
+    left = dataclasses.replace(wrong, ok=False, too_little=True)
+    asked = next_step(left, ["watch", "--json", "mine.json", "a.py", "--", "b.py"])
+    assert asked.startswith("glass watch --json mine.json a.py -- b.py, ")
+    other = next_step(left, ["watch", "a.py", "--", "b.py", "--json", "its.json"])
+    assert other.startswith("glass watch a.py --json result.json -- b.py --json its.json, ")

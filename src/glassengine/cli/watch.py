@@ -14,6 +14,8 @@ from glassengine.cli.record import ScriptLine, read_script_line
 from glassengine.cli.shared import Map
 from glassengine.errors import UsageError
 
+_USAGE = "glass watch 'a.py ARGS' -- b.py ARGS"
+
 
 def command(
     baseline: Annotated[
@@ -55,6 +57,6 @@ def command(
 def _line(words: list[str]) -> ScriptLine:
     line = read_script_line(words) if words else None
     if line is None:
-        raise UsageError("a side is no Python script", got=" ".join(words), hint="glass watch 'a.py ARGS' -- b.py ARGS")
-    line.is_module or asked.script(line.script)
+        raise UsageError("a side is no Python script", got=" ".join(words), hint=_USAGE)
+    line.is_module or asked.script(line.script, _USAGE)
     return line

@@ -252,13 +252,19 @@ def next_step(result: Comparison, command: Sequence[str]) -> str:
 
 def _document(command: Sequence[str]) -> str | None:
     """Return the file that the command wrote its document to."""
-    words = [word.partition("=")[2] for word in command if word.startswith("--json=")]
-    words += [after for word, after in itertools.pairwise(command) if word == "--json" and after.endswith(".json")]
+    own = command[: _num_own(command)]
+    words = [word.partition("=")[2] for word in own if word.startswith("--json=")]
+    words += [after for word, after in itertools.pairwise(own) if word == "--json" and after.endswith(".json")]
     return next(iter(words), None)
 
 
 def _with_document(command: Sequence[str]) -> str:
     if _document(command) is not None:
         return f"glass {shlex.join(command)}"
-    end = command.index("--") if "--" in command else len(command)  # what follows is of a script
+    end = _num_own(command)
     return f"glass {shlex.join([*command[:end], '--json', 'result.json', *command[end:]])}"
+
+
+def _num_own(command: Sequence[str]) -> int:
+    """Return the number of words before those of a script."""
+    return command.index("--") if "--" in command else len(command)
