@@ -100,7 +100,7 @@ class _SlotWriter:
         self.metadata: dict[str, Any] = {}
         self._slots, self._model = slots, model
 
-    def again(self, *_: Any) -> bool:
+    def take_repeat(self, *_: Any) -> bool:
         return False
 
     def measure(self, *_: Any, **__: Any) -> bool:
