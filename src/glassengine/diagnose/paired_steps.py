@@ -90,7 +90,7 @@ class _StepWriter:
         self.metadata: dict[str, Any] = {}
         self._sink, self._model = sink, model
 
-    def again(self, *_: Any) -> bool:
+    def take_repeat(self, *_: Any) -> bool:
         return False
 
     def measure(self, *_: Any, **__: Any) -> bool:
