@@ -12,6 +12,7 @@ from torch import nn
 
 import glassengine as glass
 from glassengine.errors import UnknownNameError, UsageError
+from glassengine.testing import models
 from glassengine.testing.models import llama
 
 
@@ -60,12 +61,21 @@ KINDS: dict[str, tuple[Callable[[Any], None], tuple[str, ...]]] = {
 """Mistake -> what makes it, and parts of the sites at which it may be named: its op, or the op that reads it."""
 
 
-def _check(places: list[tuple[int, str]], layers: int, **options: Any) -> glass.Comparison:
-    port: Any = llama(num_hidden_layers=layers)
+_SETTINGS = {**models.ENCODER, "vocab_size": 272, "num_key_value_heads": 2, "max_position_embeddings": 128}
+_MODELS: dict[str, Callable[..., nn.Module]] = {
+    "llama": models.llama,
+    "qwen3": models.qwen3,
+    "mistral": lambda **own: models.from_config("MistralForCausalLM", "MistralConfig", {**_SETTINGS, **own}),
+    "qwen2": lambda **own: models.from_config("Qwen2ForCausalLM", "Qwen2Config", {**_SETTINGS, **own}),
+}
+
+
+def _check(places: list[tuple[int, str]], layers: int, family: str = "llama", **options: Any) -> glass.Comparison:
+    port: Any = _MODELS[family](num_hidden_layers=layers)
     for layer, kind in places:
         KINDS[kind][0](port.model.layers[layer])
     inputs = {"input_ids": torch.arange(3, 15)[None]}
-    return glass.check(llama(num_hidden_layers=layers), candidate=port, inputs=inputs, steps=0, **options)
+    return glass.check(_MODELS[family](num_hidden_layers=layers), candidate=port, inputs=inputs, steps=0, **options)
 
 
 def _missed(result: glass.Comparison, places: list[tuple[int, str]]) -> list[tuple[int, str]]:
@@ -114,8 +124,9 @@ def test_engines_have_no_grafts() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_five_mistakes_of_a_port_are_listed(seed: int) -> None:
+    family = list(_MODELS)[seed % 4] if seed > 10 else "llama"
     drawn = random.Random(seed)
     places = [(layer, drawn.choice(list(KINDS))) for layer in drawn.sample(range(5), 5)]
-    result = _check(sorted(places), 5, graft_until_clean=True)
+    result = _check(sorted(places), 5, family, graft_until_clean=True)
     assert not _missed(result, places), (places, [one.site for one in result.origins], result.notes)
     assert "nothing else is wrong" in result.notes[0]
