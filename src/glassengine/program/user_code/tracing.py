@@ -172,10 +172,10 @@ def _numbers_as_they_are() -> Iterator[None]:
 
 
 def _of_real_tensors(fake: Callable[..., Any] | None, mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    if any(getattr(tensor, "real_tensor", None) is None for tensor in tensors):
+    real = [getattr(arg, "real_tensor", None) if isinstance(arg, torch.Tensor) else arg for arg in args]
+    if any(value is None for value in real):
         return NotImplemented if fake is None else fake(mode, func, *args, **kwargs)
-    return func(*(arg.real_tensor if isinstance(arg, torch.Tensor) else arg for arg in args), **kwargs)
+    return func(*real, **kwargs)
 
 
 def _as_uncompiled() -> contextlib.AbstractContextManager[Any]:
