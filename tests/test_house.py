@@ -512,7 +512,7 @@ def test_a_dead_reference_is_found(reference: str, dead: bool, root: Path) -> No
     assert is_dead(reference, root / "src" / "glassengine") is dead
 
 
-RELATIVE = re.compile(r"(?:What|How|Where|Who|Which|When|That|Whether)\b(?!.*\?)")
+RELATIVE = re.compile(r"(?:What|Why|How|Where|Who|Which|When|That|Whether)\b(?!.*\?)")
 
 
 def test_a_module_docstring_states_a_role(root: Path) -> None:

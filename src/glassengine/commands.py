@@ -6,7 +6,8 @@
 watched runs `compare_series`, of engines `side_by_side`, of the artifacts of two builds `compare_artifacts`. `glass
 upload` is `upload`, `glass doctor --calibrate` is `calibrate`, and `glass doctor --batch` is `batch_table`. `glass
 build --batch-invariant` is proven by `prove_batch_invariant`, and `glass check --invariant run -- SCRIPT` is
-`check_invariant_script`. `glass watch` is `watch_scripts`.
+`check_invariant_script`. `glass watch` is `watch_scripts`; of two modules in
+one process it is `watch_modules`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from glassengine.diagnose.invariance.machine import batch_table
     from glassengine.diagnose.invariance.recorded import check_invariant_script
     from glassengine.diagnose.noise_floor import measure_noise_floor
+    from glassengine.diagnose.paired_modules import watch_modules
     from glassengine.diagnose.paired_run import PairedScript, watch_scripts
     from glassengine.diagnose.script_floor import measure_script_floor
     from glassengine.program.listing.artifacts import compare_artifacts
@@ -53,6 +55,7 @@ __all__ = [
     "record_target",
     "side_by_side",
     "upload",
+    "watch_modules",
     "watch_scripts",
 ]
 
@@ -75,6 +78,7 @@ _PUBLIC = {
     "record_target": "glassengine.capture.runs.target",
     "side_by_side": "glassengine.diagnose.engines.side_by_side",
     "upload": "glassengine.recording.read.upload",
+    "watch_modules": "glassengine.diagnose.paired_modules",
     "watch_scripts": "glassengine.diagnose.paired_run",
 }
 __getattr__, __dir__ = deferred(__name__, _PUBLIC)

@@ -147,11 +147,11 @@ def heard() -> Iterator[None]:
 
     def interrupted(number: int, frame: FrameType | None) -> None:
         if _imports(frame):
-            signal.signal(signal.SIGALRM, again)
+            signal.signal(signal.SIGALRM, interrupt_again)
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
         raise KeyboardInterrupt
 
-    def again(number: int, frame: FrameType | None) -> None:
+    def interrupt_again(number: int, frame: FrameType | None) -> None:
         if _is_handled(sys.exc_info()[1]):
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
         elif _imports(frame):
@@ -163,7 +163,7 @@ def heard() -> Iterator[None]:
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGALRM) is again:
+        if signal.getsignal(signal.SIGALRM) is interrupt_again:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
         if signal.getsignal(signal.SIGINT) is interrupted:

@@ -155,7 +155,7 @@ TOO_SMALL = "all of it is below the absolute tolerance: not judged without glass
 SCALED = "it is the baseline's times another factor, though all of it is below the absolute tolerance"
 IF_COARSE = "within rounding to bfloat16: if a side computes in it, give --rtol 1.6e-2"
 COARSE = "within rounding to the half precision whose values both sides hold"
-_SLACK = 10
+SLACK = 10
 """An element of a tensor around 1 may be off by this many times the absolute tolerance, where all are."""
 _LARGEST_HALF = 65504.0
 _MOST_ROUNDINGS = 64
@@ -169,7 +169,7 @@ def is_small(figures: Figures, allowed: Tolerance, dtype: str) -> bool:
     """
     if not is_floating(dtype) or figures.max_abs_diff <= smallest_precise(dtype):
         return False
-    least = -20 * math.log10(allowed.rtol + _SLACK * allowed.atol) if allowed.rtol + allowed.atol else -math.inf
+    least = -20 * math.log10(allowed.rtol + SLACK * allowed.atol) if allowed.rtol + allowed.atol else -math.inf
     return figures.allclose and figures.num_different > 0 and figures.snr_db < least
 
 

@@ -192,7 +192,7 @@ class Collector:
             parts = tuple(np.maximum(a, b) for a, b in zip(parts, known.slices, strict=True))
         self._floors[key] = StoredFloor(whole, found.power, parts)
 
-    def again(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
+    def take_repeat(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
         """Every tensor is looked at."""
         return False
 

@@ -1,8 +1,7 @@
 """Compares two scripts step by step while they run, and stops both at the first step that is beyond rounding.
 
 Each side runs in a process of its own (`paired_side`) and shares its steps in memory without a name: nothing
-is left behind when a process is killed. A side is at most one step ahead of the comparison. A step whose bits are the
-baseline's needs no verdict; any other gets that of `compare`.
+is left behind when a process is killed. A side is at most one step ahead of the comparison (`paired_steps`).
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ import torch
 from torch import Tensor
 
 from glassengine import starting
-from glassengine.compare.compare import compare
+from glassengine.diagnose.paired_steps import LiveStep, StepComparison
 from glassengine.errors import GlassError, IncomparableError
-from glassengine.recording.layout.layout import Entry
-from glassengine.results import VERDICTS, Comparison, Skipped
+from glassengine.recording.layout.layout import LeftOut
+from glassengine.results import Comparison
 
 _NUM_SLOTS = 2
 _SIDES: tuple[Literal["baseline"], Literal["candidate"]] = ("baseline", "candidate")
@@ -44,42 +43,14 @@ class PairedScript:
     is_module: bool = False
 
 
-class _Step:
-    """One step of a side, as a source of tensors."""
-
-    complete = True
-    skipped: Sequence[Skipped] = ()
-
-    def __init__(self, name: str, metadata: dict[str, Any], message: Mapping[str, Any], memory: mmap.mmap) -> None:
-        self.path = Path(name)
-        self.metadata = metadata
-        self.entries = [
-            Entry(site, step, 0, dtype, tuple(shape), nbytes=size)
-            for site, step, dtype, shape, _, size in message["entries"]
-        ]
-        self.layout = [(site, *where) for site, _, *where in message["entries"]]
-        self.used: int = message["used"]
-        self.memory = memory
-        self._starts = {entry[0]: entry[4] for entry in message["entries"]}
-
-    def tensor(self, entry: Entry) -> Tensor:
-        """Return the values of one of `entries`."""
-        dtype = getattr(torch, entry.dtype)
-        if not entry.nbytes:
-            return torch.empty(entry.shape, dtype=dtype)
-        count = entry.nbytes // dtype.itemsize
-        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=self._starts[entry.site]).view(
-            entry.shape
-        )
-
-    def has_bits_of(self, other: _Step) -> bool:
-        """Whether both have the same tensors, bit for bit."""
-        if self.layout != other.layout:
-            return False
-        if not self.used:
-            return True
-        sides = (torch.frombuffer(one.memory, dtype=torch.int64, count=self.used // 8) for one in (self, other))
-        return torch.equal(*sides)
+def _tensors(message: Mapping[str, Any], memory: mmap.mmap) -> Iterator[tuple[str, Tensor]]:
+    """Yield site and values of what a message says to be in the memory."""
+    for site, name, shape, start, size in message["entries"]:
+        dtype = getattr(torch, name)
+        if not size:
+            yield site, torch.empty(shape, dtype=dtype)
+            continue
+        yield site, torch.frombuffer(memory, dtype=dtype, count=size // dtype.itemsize, offset=start).view(shape)
 
 
 class _PairedSide:
@@ -88,9 +59,10 @@ class _PairedSide:
     def __init__(self, name: str, script: PairedScript, folder: str, sites: Sequence[str] | None) -> None:
         self.name = name
         self.ended: str | None = None
-        self.steps: dict[tuple[int, int], _Step] = {}
+        self.steps: dict[tuple[int, int], LiveStep] = {}
         self.num_steps = 0
         self._models: dict[int, dict[str, Any]] = {}
+        self._maps: list[mmap.mmap | None] = [None] * _NUM_SLOTS
         self._words = " ".join([script.script, *script.arguments])
         self.slots = [_memory() for _ in range(_NUM_SLOTS)]
         ours, theirs = socket.socketpair()
@@ -121,11 +93,20 @@ class _PairedSide:
         elif message["kind"] == "end":
             self.ended = "ended" if message["why"] is None else f"raised {message['why']}"
         else:
-            descriptor = self.slots[self.num_steps % _NUM_SLOTS]
-            memory = mmap.mmap(descriptor, max(mmap.PAGESIZE, os.fstat(descriptor).st_size))
+            memory = self._memory(self.num_steps % _NUM_SLOTS)
             metadata = self._models[message["model"]]
-            self.steps[message["model"], message["step"]] = _Step(self._words, metadata, message, memory)
+            left_out = [LeftOut(*words) for words in message["left_out"]]
+            self.steps[message["model"], message["step"]] = LiveStep(
+                self._words, metadata, message["step"], dict(_tensors(message, memory)), left_out
+            )
             self.num_steps += 1
+
+    def _memory(self, place: int) -> mmap.mmap:
+        size = max(mmap.PAGESIZE, os.fstat(self.slots[place]).st_size)
+        known = self._maps[place]
+        if known is None or len(known) != size:  # each map costs a fault a page
+            known = self._maps[place] = mmap.mmap(self.slots[place], size)
+        return known
 
     def release(self, key: tuple[int, int]) -> None:
         """Let the side write into the memory of a step that was compared."""
@@ -168,28 +149,13 @@ def watch_scripts(
             side = _PairedSide(name, script, str(Path(folder) / name), sites)
             stack.callback(side.stop)
             sides.append(side)
-        found: Comparison | None = None
-        num_steps = num_tensors = 0
-        seen: set[int] = set()
+        steps = StepComparison(options)
         for key in _common_steps(*sides):
-            left, right = (side.steps[key] for side in sides)
-            num_steps, num_tensors = num_steps + 1, num_tensors + len(left.entries)
-            # The first step of a model says whether the names fit.
-            if key[0] not in seen or not left.has_bits_of(right):
-                seen.add(key[0])
-                one = compare(left, right, **options)
-                if not one.ok:
-                    return _with_note(one, f"stopped at step {key[1]}, after {num_steps - 1} steps that are ok")
-                if found is None or _severity(one) > _severity(found):
-                    found = one
+            if not steps.add(key[0], *(side.steps[key] for side in sides)):
+                break
             for side in sides:
                 side.release(key)
-        if found is None:
-            ends = "; ".join(f"{side.name}: {side.num_steps} steps" for side in sides)
-            raise IncomparableError(
-                "there is nothing to compare: no step of a PyTorch module was seen on both sides", got=ends
-            )
-        return _with_note(found, f"{num_steps} steps were compared while they ran, {num_tensors} tensors")
+        return steps.conclusion()
 
 
 def _common_steps(*sides: _PairedSide) -> Iterator[tuple[int, int]]:
@@ -214,14 +180,6 @@ def _common_steps(*sides: _PairedSide) -> Iterator[tuple[int, int]]:
         for side in sides:
             if side.line in ready:
                 side.read()
-
-
-def _with_note(comparison: Comparison, note: str) -> Comparison:
-    return dataclasses.replace(comparison, notes=(*comparison.notes, note))
-
-
-def _severity(comparison: Comparison) -> int:
-    return VERDICTS.index(comparison.verdict)
 
 
 def _has_descriptor(stream: Any) -> bool:

@@ -13,19 +13,18 @@ import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from glassengine.capture.runs.record import Recorder, RecorderSettings, describe_model
+from glassengine.capture.runs.record import Recorder, describe_model
 from glassengine.capture.runtimes import RuntimeRun
 from glassengine.capture.scripts.recorder import ScriptRecorder
 from glassengine.capture.scripts.run_script import run_recorded
-from glassengine.recording.background import BackgroundWriter
+from glassengine.diagnose.paired_steps import StepRecorder
 from glassengine.recording.layout.layout import LeftOut
 from glassengine.recording.layout.values import dtype_name
-from glassengine.recording.write.policy import RecordingPolicy
 
 _ALIGNMENT = 64
 _LEAST_BYTES = 1 << 20
@@ -41,8 +40,9 @@ class _Slots:
         self._num_sent = self._num_read = 0
         self._used = 0
         self._entries: list[Any] = []
+        self._left_out: list[tuple[str, int, int, str]] = []
 
-    def put(self, site: str, step: int, tensor: Tensor) -> None:
+    def put(self, site: str, tensor: Tensor) -> None:
         """Copy the values of a tensor, and note where they are."""
         place = self._num_sent % len(self._descriptors)
         if not self._entries:
@@ -55,13 +55,17 @@ class _Slots:
             memory = torch.frombuffer(self._memory(place), dtype=tensor.dtype, count=tensor.numel(), offset=start)
             with torch.no_grad():
                 memory.view(tensor.shape).copy_(tensor.detach())
-        self._entries.append([site, step, dtype_name(tensor.dtype), list(tensor.shape), start, size])
+        self._entries.append([site, dtype_name(tensor.dtype), list(tensor.shape), start, size])
 
     def send(self, model: int, step: int) -> None:
         """Hand a step over."""
-        self.tell(kind="step", model=model, step=step, used=self._used, entries=self._entries)
+        self.tell(kind="step", model=model, step=step, entries=self._entries, left_out=self._left_out)
         self._num_sent += 1
-        self._entries = []
+        self._entries, self._left_out = [], []
+
+    def leave_out(self, item: LeftOut) -> None:
+        """Note a tensor without values."""
+        self._left_out.append((item.site, item.step, item.rank, item.reason))
 
     def tell(self, **message: Any) -> None:
         """Send a message; end this process if the other one has ended."""
@@ -91,46 +95,6 @@ class _Slots:
         return known
 
 
-class _SlotWriter:
-    """Takes the tensors of one model."""
-
-    is_behind = was_forked = False
-
-    def __init__(self, slots: _Slots, model: int) -> None:
-        self.metadata: dict[str, Any] = {}
-        self._slots, self._model = slots, model
-
-    def again(self, *_: Any) -> bool:
-        return False
-
-    def measure(self, *_: Any, **__: Any) -> bool:
-        return False
-
-    def write(self, site: str, step: int, tensor: Tensor, **_: Any) -> None:
-        self._slots.put(site, step, tensor)
-
-    def leave_out(self, item: LeftOut) -> None:
-        pass
-
-    def hold(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def commit(self, step: int, **_: Any) -> None:
-        self._slots.send(self._model, step)
-
-    def close(self, reason: str | None = None) -> None:
-        pass
-
-
-class _SlotRecorder(Recorder):
-    def __init__(self, slots: _Slots, number: int, model: nn.Module, path: Path, policy: RecordingPolicy) -> None:
-        super().__init__(model, path, policy, RecorderSettings(False, None, None, 1, {}))
-        self._slots, self._number = slots, number
-
-    def open_writer(self, options: dict[str, Any]) -> BackgroundWriter:
-        return cast(BackgroundWriter, _SlotWriter(self._slots, self._number))
-
-
 class _SlotScriptRecorder(ScriptRecorder):
     """Shares what each model of a script computes; the n-th model of one side is that of the other."""
 
@@ -141,7 +105,7 @@ class _SlotScriptRecorder(ScriptRecorder):
     def recorder_of(self, module: nn.Module, path: Path) -> Recorder:
         number = len(self._recorders)
         self._slots.tell(kind="model", model=number, metadata=describe_model(module))
-        return _SlotRecorder(self._slots, number, module, path, RecordingPolicy(sites=self._sites))
+        return StepRecorder(self._slots, number, module, path, self._sites)
 
     def _begin_session(self, run: RuntimeRun) -> None:
         return None

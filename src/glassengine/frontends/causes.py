@@ -1,4 +1,4 @@
-"""Why TorchDynamo asks for a compilation: the guards that failed, read into causes; and where it broke graphs.
+"""Reads the causes of a TorchDynamo compilation from the guards that failed, and the places of graph breaks.
 
 A guard is an assumption of compiled code, checked before each call. Dynamo reports as text which one failed for each
 earlier compilation of the same code.

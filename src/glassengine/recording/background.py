@@ -143,7 +143,7 @@ class BackgroundWriter:
         """What stopped the writing, if anything did."""
         return self._consumer.failure
 
-    def again(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
+    def take_repeat(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
         """Take the tensor as in an earlier step, written or measured, if the one before it was followed by it there."""
         with self._lock:
             repetition = self._producer.repetition

@@ -1,4 +1,4 @@
-"""Why a comparison, or one tensor of it, has its verdict: each number that decided, in a sentence."""
+"""Explains the verdict of a comparison or of one tensor: a sentence for each number that decided."""
 
 from __future__ import annotations
 

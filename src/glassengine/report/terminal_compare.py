@@ -141,7 +141,7 @@ def _divergence(result: Comparison) -> Iterator[Text]:
 
 def _worst(figures: Figures) -> str:
     beyond = f"{figures.num_beyond_tolerance} of {figures.num_elements} elements beyond tolerance"
-    return f"{list(figures.worst_index or ())}: {words.both(figures)}; {beyond}"
+    return f"{list(figures.worst_index or ())}: {words.both_values(figures)}; {beyond}"
 
 
 def _pairs(pairs: Sequence[Pair]) -> Table:

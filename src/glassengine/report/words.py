@@ -164,7 +164,7 @@ def size(pair: Pair | None) -> str:
     figures = pair.figures
     if figures is not None and figures.worst_index is not None:
         text += (
-            f"; largest at {list(figures.worst_index)}: {both(figures)}; {figures.num_different} of "
+            f"; largest at {list(figures.worst_index)}: {both_values(figures)}; {figures.num_different} of "
             f"{figures.num_elements} elements differ"
         )
     return text
@@ -181,10 +181,10 @@ def _without_size(pair: Pair) -> str:
     if figures is None or figures.worst_index is None or " at [" in text:
         return text
     which = "first" if figures.max_abs_diff == 1 else "largest"
-    return f"{text}; {which} at {list(figures.worst_index)}: {both(figures)}"
+    return f"{text}; {which} at {list(figures.worst_index)}: {both_values(figures)}"
 
 
-def both(figures: Figures) -> str:
+def both_values(figures: Figures) -> str:
     """Return the values of both sides at the element that differs most."""
     return f"baseline {figures.baseline_at_worst:.6g} | candidate {figures.candidate_at_worst:.6g}"
 

@@ -1,4 +1,4 @@
-"""Why each graph was compiled, and what the cache of compiled graphs holds."""
+"""Causes of each compilation, and the content of the cache of compiled graphs."""
 
 from __future__ import annotations
 

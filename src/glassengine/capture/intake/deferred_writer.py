@@ -24,7 +24,7 @@ from glassengine.recording.layout.statistics import light
 class Writer(Protocol):
     """What takes the tensors: a `BackgroundWriter`, or something that only counts."""
 
-    def again(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
+    def take_repeat(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
         """Take a tensor that comes as it did in an earlier step, if the writer remembers that."""
 
     def write(self, site: str, step: int, tensor: Tensor, *, rank: int = 0, **facts: Unpack[Facts]) -> None:
@@ -52,9 +52,9 @@ class DeferredWriter:
         self._lock = threading.RLock()
         self._promising: LazyTensorLike | None = None
 
-    def again(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
+    def take_repeat(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
         """Take a plain tensor where nothing waits."""
-        return not self._waiting and self._writer.again(site, step, tensor, rank)
+        return not self._waiting and self._writer.take_repeat(site, step, tensor, rank)
 
     def write(self, site: str, step: int, tensor: Tensor, *, rank: int = 0, **facts: Unpack[Facts]) -> None:
         """Take values."""

@@ -127,7 +127,7 @@ class Intake:
         self.num_late = 0
         self.takes_again = True
         self._writer = writer
-        self._again = writer.again
+        self._again = writer.take_repeat
         self._policy = policy
         self._rank = rank
         self._has_budget = policy.has_budget
@@ -197,7 +197,7 @@ class Intake:
     def _wait(self) -> None:
         if not isinstance(self._writer, DeferredWriter):
             self._writer = DeferredWriter(self._writer)
-            self._again = self._writer.again
+            self._again = self._writer.take_repeat
 
     def finish(self, why: str) -> None:
         """Hand over what waits for values that are not computed yet, and compute these now, for `why`."""

@@ -150,7 +150,7 @@ class Recorder:
                 writer.metadata["unmatched_patterns"] = unmatched
                 _log.warning("no site matches %s", ", ".join(unmatched))
                 if self._policy.nothing_matched:
-                    problem = UnknownNameError("site", unmatched[0], self._policy.seen())
+                    problem = UnknownNameError("site", unmatched[0], self._policy.asked_sites())
         finally:
             writer.close(reason)
         # What the user's own code raised comes first.

@@ -141,14 +141,14 @@ def record_target(
         made = _run(loaded, batches, max_new_tokens, forced)
     if then is not None:
 
-        def again(writer: Writer) -> None:
+        def run_again(writer: Writer) -> None:
             # A module may count its calls, or keep a state: every run begins as the recorded one did.
             for name, buffer in loaded.module.named_buffers():
                 if name in buffers and buffers[name].shape == buffer.shape:
                     buffer.copy_(buffers[name])
             observe(writer, [tokens[:, :-1] for tokens in made])
 
-        then(path, again)
+        then(path, run_again)
     from glassengine.recording.read.reader import Recording
 
     opened = Recording.open(path)
@@ -243,7 +243,7 @@ class _Counter:
     def __init__(self) -> None:
         self._num: Counter[str] = Counter()
 
-    def again(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
+    def take_repeat(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
         return False
 
     def write(self, site: str, step: int, tensor: Tensor, *, rank: int = 0, **facts: Unpack[Facts]) -> None:

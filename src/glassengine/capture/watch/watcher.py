@@ -114,7 +114,7 @@ class Watcher:
         self._outside.detach()
         self._give_back()
 
-    def again(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
+    def take_repeat(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
         """Take a tensor of a site that is known; false for one that is not."""
         column = self._columns.get(site)
         if column is None or column.facts:

@@ -68,9 +68,9 @@ class Assembly:
     num_groups: int = 1
 
     @property
-    def how(self) -> str:
+    def in_words(self) -> str:
         """In words."""
-        how = self.way.how
+        how = self.way.in_words
         if self.kind == COPIES:
             return f"{how}, which are not the same" if self.differ else how
         return HOW[self.kind] if not self.way.dims else f"{how}, {HOW[self.kind]}"

@@ -153,7 +153,7 @@ class AssembledRanks(SourceWrapper):
         """
         key = _key(entry)
         assembly, reference = self.assembly(entry)
-        how = assembly.how if len(self._parts[key]) > 1 else "of one rank"
+        how = assembly.in_words if len(self._parts[key]) > 1 else "of one rank"
         if is_spread(self._parts[key]) and len(self._parts[key]) > 1:
             is_one = len(self._meshes(key)) == 1
             how = how.replace("in every rank", "distributed tensors") if is_one else f"distributed tensors, {how}"

@@ -59,7 +59,7 @@ class RankArrangement:
     num_pieces: int = 1
 
     @property
-    def how(self) -> str:
+    def in_words(self) -> str:
         """In words."""
         if not self.dims:
             return "in every rank"

@@ -1,4 +1,4 @@
-"""Why two ways differ, and what makes them equal: every cause and every switch is tried, none is guessed."""
+"""Finds the cause of a difference between two ways, and the switch that removes it: each is tried, none guessed."""
 
 from __future__ import annotations
 

@@ -20,12 +20,15 @@ from glassengine.capture.scripts.run_script import record_script
 from glassengine.compare.compare import compare
 from glassengine.diagnose.invariance.causes import ATOMICS, RANDOM, THREADS
 from glassengine.diagnose.invariance.machine import described
-from glassengine.diagnose.invariance.rows import largest_difference
+from glassengine.diagnose.invariance.rows import largest_difference, same_bits
 from glassengine.diagnose.invariance.ways import ALL, seed
+from glassengine.diagnose.paired_steps import LiveStep
 from glassengine.diagnose.script_floor import is_same
 from glassengine.errors import GlassError, UsageError
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.reader import Recording
+from glassengine.results import FLAGGED, VERDICTS
+from glassengine.results.answer import LEAST_DB
 from glassengine.results.invariance import (
     ChangeVerdict,
     FirstOperation,
@@ -38,7 +41,9 @@ from glassengine.results.invariance import (
 from glassengine.serving.protocol import ServingOptions, ServingRun, open_served
 
 _MOST_WORDS = 400
-_PROMPT = 12
+_PROMPT, _LEAST_PROMPT = 12, 3
+_RESULTS = ("logits", "returned/logits")
+"""Of ONNX graphs, whose results are recorded before their operations."""
 _TRIALS: Sequence[tuple[str, bool, Mapping[str, str], str]] = (
     ("torch.manual_seed, random.seed and numpy.random.seed at its beginning", True, {}, RANDOM),
     ("PYTHONHASHSEED=0", False, {"PYTHONHASHSEED": "0"}, "the order of a set or of hashes"),
@@ -96,38 +101,75 @@ def check_invariant_served(
 
     Args:
         target: `gguf:FILE`, `vllm:DIR` or another kind.
-        invariant: "run" or "threads".
+        invariant: "run", "length" or "threads".
         inputs: `input_ids` of one row; None takes some small numbers.
         options: How the engine is run.
 
     Raises:
         UsageError: Another change was asked for.
     """
-    both: tuple[What, ...] = ("run", "threads")
-    names = [what for what in both if what in invariant or ALL in invariant]
+    known: tuple[What, ...] = ("run", "length", "threads")
+    names = [what for what in known if what in invariant or ALL in invariant]
     for what in invariant:
         if what not in (*names, ALL):
-            raise UsageError(f"--invariant {what} cannot be tried here", got=target, expected="run, threads")
+            got = f"{target}, which is run with one request at a time, by a process of its own"
+            raise UsageError(f"--invariant {what} cannot be tried here", got=got, expected=known)
     prompt = list(range(3, 3 + _PROMPT)) if inputs is None else torch.as_tensor(inputs["input_ids"]).flatten().tolist()
-    steps = max(1, len(prompt) // 4)
-    request = ServingRun(prompt[:-steps], steps, prompt[-steps:])
+    if len(prompt) < _LEAST_PROMPT:
+        raise UsageError("the input is too short", got=f"{len(prompt)} tokens", expected=f"{_LEAST_PROMPT} or more")
     changes = []
     with tempfile.TemporaryDirectory(prefix="glassengine-run-") as folder:
 
-        def recorded(name: str, threads: int) -> Path:
+        def recorded(name: str, steps: int, threads: int = 1) -> Path:
             served = open_served(target, replace(options, threads=threads))
             assert served is not None
-            served.record(request, Path(folder) / name)
+            served.record(ServingRun(prompt[:-steps], steps, prompt[-steps:]), Path(folder) / name)
             return Path(folder) / name
 
-        first = recorded("first", 1)
+        steps = max(1, len(prompt) // 4)
+        first = recorded("first", steps)
         for what in names:
-            second = recorded(what, 2 if what == "threads" else 1)
+            if what == "length":
+                changes.append(_of_lengths(recorded("whole", 1), recorded("singles", len(prompt) - 1)))
+                continue
+            second = recorded(what, steps, 2 if what == "threads" else 1)
             different = list(_differences(first, second))
             change = _judged(first, second, different) if different else Variation("run", "bitwise", 1)
             cause = THREADS if different and what == "threads" else None
             changes.append(replace(change, what=what, cause=cause))
     return concluded(target, changes, described())
+
+
+def _of_lengths(whole: Path, singles: Path) -> Variation:
+    """Compare the last step, which reads the cache of a prefill on one side and that of single tokens on the other.
+
+    Its logits are the result, else its last tensor; a tensor before it that differs more is not read.
+    """
+    left, right = (_last_step(side) for side in (whole, singles))
+    both = sorted((site for site in left.tensors if site in right.tensors), key=lambda site: site in _RESULTS)
+    if not both:
+        return Variation("length", "undecided", 0, reason="no tensor of the last step is on both sides")
+    if same_bits(left.tensors[both[-1]], right.tensors[both[-1]]):
+        return Variation("length", "bitwise", 1)
+    pairs = {one.site: one for one in compare(left, right).pairs}
+    result = pairs[both[-1]]
+    level = VERDICTS.index(result.verdict)
+    first = next(pairs[site] for site in both if 0 < VERDICTS.index(pairs[site].verdict) <= level)
+    verdict: ChangeVerdict = "beyond rounding" if result.verdict in FLAGGED else "within rounding"
+    reason = result.reason
+    if result.verdict in FLAGGED and result.figures is not None and result.figures.snr_db >= LEAST_DB:
+        verdict, reason = "undecided", "beyond the tolerance of its dtype, which does not know how many layers round"
+    sizes = [None if one.figures is None else one.figures.max_abs_diff for one in (first, result)]
+    operation = FirstOperation(first.site, "", None, 0, None, sizes[0], "the last token")
+    words = "the prompt whole, and token by token"
+    return Variation("length", verdict, 1, 1, words, max_abs_diff=sizes[1], reason=reason, first=operation)
+
+
+def _last_step(path: Path) -> LiveStep:
+    recording = Recording.open(path)
+    last = max(entry.step for entry in recording.entries)
+    entries = (entry for entry in recording.entries if entry.step == last)
+    return LiveStep(path.name, recording.metadata, 0, {entry.site: recording.tensor(entry) for entry in entries})
 
 
 def _run(path: Path, seeded: bool, is_module: bool, words: Sequence[str], variables: Mapping[str, str]) -> None:

@@ -48,7 +48,7 @@ def judge_cases(climb: Climb, request: bytes | None, jobs: int, progress: Progre
     count, cases = severity_counter(climb, progress), climb.cases
     if _case is not None:
         judge(climb, climb.scores, cases=[cases[_case]], on_step=count)
-        raise _Judged([score.found() for score in climb.scores], climb.severity, climb.chosen)
+        raise _Judged([score.found_parts() for score in climb.scores], climb.severity, climb.chosen)
     if request is None or len(cases) < 2:
         if request is not None:
             logger.warning("one process judges the check: it has one case")

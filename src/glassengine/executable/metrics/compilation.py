@@ -1,4 +1,4 @@
-"""Why was it compiled? One line for every compilation, and the same as data.
+"""Reports the cause of every compilation, in one line and as data.
 
 A front end says on which occasion it compiles and what it knows of the cause. The cause is set beside the difference
 from the nearest earlier graph, the most similar one among those of the same model or function: inputs by name, then the

@@ -50,7 +50,7 @@ class ProfileSpan:
         return float(self.event["dur"])
 
     @property
-    def own(self) -> float:
+    def self_time(self) -> float:
         """Of what none of the children covers."""
         return max(self.duration - sum(child.duration for child in self.children), 0.0)
 
@@ -152,11 +152,11 @@ def summarize(trace: Trace) -> dict[str, Any]:
         if site is not None:
             path = _module_path(site)
             paths[path]["calls"] += kind_of(span.event) == "module"
-        paths[path]["own_us"] += span.own
+        paths[path]["own_us"] += span.self_time
         entry = level.setdefault(_label(span.event), {"count": 0, "total_us": 0.0, "own_us": 0.0, "children": {}})
         entry["count"] += 1
         entry["total_us"] += span.duration
-        entry["own_us"] += span.own
+        entry["own_us"] += span.self_time
         for child in span.children:
             add(child, entry["children"], path)
 

@@ -140,7 +140,7 @@ class _Lane(OtherValues):
         value = self._values[node]
         is_possible = _is_float(value) and self._mask.shape == value.shape
         if is_possible:
-            self.others[node] = torch.where(self._mask, torch.nan, value)
+            self.perturbed[node] = torch.where(self._mask, torch.nan, value)
         return is_possible
 
     def is_read_by(self, node: Node, varying: set[Node]) -> bool:
@@ -151,7 +151,7 @@ class _Lane(OtherValues):
             varying: Nodes that depend on what the program is given.
         """
         traits = traits_of(node)
-        if not any(source in self.others for source in node.all_input_nodes) or traits.reads_sizes:
+        if not any(source in self.perturbed for source in node.all_input_nodes) or traits.reads_sizes:
             return False
         leaves = pytree.tree_leaves(self._values.get(node))
         ranks = traits.choice is not None and traits.choice.places

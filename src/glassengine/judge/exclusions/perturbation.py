@@ -46,22 +46,22 @@ class OtherValues:
             index out of range): `WHOLE` if true, else values that differ in every element, from which others are made.
 
     Attributes:
-        others: Node -> other value, in the shape and dtype of the node's own, or `WHOLE`.
+        perturbed: Node -> other value, in the shape and dtype of the node's own, or `WHOLE`.
     """
 
     def __init__(self, again: Again, *, is_lost_as_a_whole: bool = True) -> None:
         self._again, self._is_lost_as_a_whole = again, is_lost_as_a_whole
-        self.others: dict[Node, Any] = {}
+        self.perturbed: dict[Node, Any] = {}
 
     def below(self, node: Node, value: Any) -> Any:
         """Return what a node makes of the other values that it reads; its own `value` if it reads none."""
-        own = [source for source in node.all_input_nodes if source in self.others]
+        own = [source for source in node.all_input_nodes if source in self.perturbed]
         if not own or traits_of(node).reads_sizes:
             return value
-        if any(self.others[source] is WHOLE for source in own):
+        if any(self.perturbed[source] is WHOLE for source in own):
             return WHOLE
         try:
-            return self._again(node, self.others)
+            return self._again(node, self.perturbed)
         except (RuntimeError, IndexError, ValueError):  # a number that is not an index
             return WHOLE if self._is_lost_as_a_whole else far_from(value)
 
@@ -71,7 +71,7 @@ class OtherValues:
             other is not value and any(pytree.tree_leaves(pytree.tree_map(_differs_at_all, value, other)))
         )
         if is_other:
-            self.others[node] = other
+            self.perturbed[node] = other
         return is_other
 
     def of(self, node: Node, value: Tensor, share: float = 0.0) -> Tensor | None:
@@ -82,14 +82,14 @@ class OtherValues:
             value: Its own value.
             share: Differences up to this share of the size of an element do not count.
         """
-        if node not in self.others:
+        if node not in self.perturbed:
             return None
-        found = differs(self.others[node], value, share)
+        found = differs(self.perturbed[node], value, share)
         return found if bool(found.any()) else None
 
     def settle(self, node: Node) -> None:
         """Forget the other value of `node`: it is no longer legal, or nothing reads it any more."""
-        self.others.pop(node, None)
+        self.perturbed.pop(node, None)
 
 
 class Source:
@@ -157,7 +157,7 @@ class Followed:
     def __init__(self, source: Source, again: Again | None = None) -> None:
         self.source = source
         self._lane = OtherValues(again or self._computed_again, is_lost_as_a_whole=source.is_lost_as_a_whole)
-        self.others = self._lane.others
+        self.perturbed = self._lane.perturbed
         self._dropped: dict[Node, Tensor] = {}
         self._values: Values = {}
 
@@ -170,16 +170,16 @@ class Followed:
         """
         self._values = values
         traits, value = traits_of(node), values[node][self.source.lane]
-        if self.others or self.source.concerns(traits):
+        if self.perturbed or self.source.concerns(traits):
             # An op that draws or allocates makes other values each time, whatever it reads.
             below = value if traits.is_arbitrary else self._below(node, value)
-            self._lane.keep(node, self.source.other(node, below, values, self.others), value)
+            self._lane.keep(node, self.source.other(node, below, values, self.perturbed), value)
         dropped = self.source.drops(node, value, values) if isinstance(value, Tensor) else None
         if dropped is not None and bool(dropped.any()):
             self._dropped[node] = dropped
 
     def _below(self, node: Node, value: Any) -> Any:
-        return WHOLE if self.source.loses(node, self.others) else self._lane.below(node, value)
+        return WHOLE if self.source.loses(node, self.perturbed) else self._lane.below(node, value)
 
     def of(self, node: Node, values: Values, dtype: torch.dtype | None = None) -> Tensor | None:
         """Return a bool mask, in the shape of the node's value, of what does not count; None if all of it counts.
@@ -189,7 +189,7 @@ class Followed:
             values: As for `visit`.
             dtype: In which candidates round the value; None for its own.
         """
-        if node not in self.others and node not in self._dropped:
+        if node not in self.perturbed and node not in self._dropped:
             return None
         value: Tensor = values[node][self.source.lane]
         share = self.source.negligible * unit_roundoff(dtype or value.dtype) if value.is_floating_point() else 0.0

@@ -104,11 +104,11 @@ class Exclusions:
         """Take over, for an input that is a cache, what `carried` returned in the step before."""
         for one in self._followed:
             if one.source.kind in others:
-                one.others[node] = others[one.source.kind]
+                one.perturbed[node] = others[one.source.kind]
 
     def carried(self, node: Node) -> dict[ExemptionReason, Any]:
         """Return the other values of a node, by reason."""
-        return {one.source.kind: one.others[node] for one in self._followed if node in one.others}
+        return {one.source.kind: one.perturbed[node] for one in self._followed if node in one.perturbed}
 
     def visit(self, node: Node, values: Values) -> None:
         """Follow all sources through a computed node.

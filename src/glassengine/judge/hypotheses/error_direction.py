@@ -145,7 +145,7 @@ def _is_of_rounded_operands(call: TrialCall, error: Tensor) -> bool:
     size = float(error.square().mean())
     for rounded in (*(lambda t, d=d: t.to(d).double() for d in _COARSE), to_tf32):
         try:
-            made = call.again(*(rounded(a) if _is_operand(a) else a for a in call.args), **call.kwargs)
+            made = call.rerun(*(rounded(a) if _is_operand(a) else a for a in call.args), **call.kwargs)
         except FAILS:
             continue
         if float((made - call.value - error).square().mean()) <= _EXPLAINED**2 * size:
@@ -172,7 +172,7 @@ def _is_independent(call: TrialCall, held: list[int], error: Tensor) -> bool | N
         # What is added to the sums is no part of the probe.
         args = [torch.zeros_like(a) if isinstance(a, Tensor) and a.dim() == 1 else a for a in args]
         try:
-            made = call.again(*args, **call.kwargs)
+            made = call.rerun(*args, **call.kwargs)
         except FAILS:
             return None
         alike = alike + _cosines(made, axis) / _NUM_PROBES

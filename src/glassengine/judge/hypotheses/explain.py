@@ -157,7 +157,7 @@ def explanation(question: Question, only: tuple[float, Family] | None = None) ->
 def _every(question: Question) -> Iterator[tuple[float, Family, Iterator[Hypothesis]]]:
     for score, family in FAMILIES:
         yield score, family, _fitting(family, question)
-    for family in (missing_rotation, as_theirs, usual, other_ops, reshaped):
+    for family in (missing_rotation, activations, left_out, as_theirs, usual, other_ops, reshaped):
         yield _EVERYWHERE, family, _everywhere(_fitting(family, question))
 
 

@@ -265,7 +265,7 @@ class _Values:
             waiting = [*waiting, *missing] if missing else waiting[:-1]
         return self.made[node]
 
-    def again(self, node: Node, source: Node, value: Tensor) -> Any:
+    def with_source(self, node: Node, source: Node, value: Tensor) -> Any:
         """Return what the value of a node would be with another value of one of its sources."""
         other = copy.copy(self)
         other.made = {n: known for n, known in self.made.items() if n is not node and isinstance(known, Tensor)}
@@ -291,7 +291,7 @@ def _shows(values: _Values, node: Node, far: Mapping[Node, float], least: float,
         value = values.of(source)
         if source in far and far[source] and isinstance(value, Tensor) and value.is_floating_point():
             changed = double(value) * (1 + min(far[source], _SMALL) * _normal(value, generator))
-            if _apart(values.of(node), values.again(node, source, changed)) <= least:
+            if _apart(values.of(node), values.with_source(node, source, changed)) <= least:
                 return False
     return True
 

@@ -1,4 +1,4 @@
-"""Why a candidate's tensor may be what the baseline makes of the candidate's own tensors, and yet look otherwise.
+"""Explanations of a tensor that looks wrong but is what the baseline makes of the candidate's own tensors.
 
 `EXPLANATIONS` is the one list, in the order in which they are tried: what assumes the least comes first. Each cuts the
 piece in another way, or looks at its result in another way, and the first that holds decides. Where none holds, the

@@ -201,7 +201,7 @@ def matched(baseline: LoadedModel, candidate: LoadedModel, steps: Sequence[Step]
     Raises:
         IncomparableError: The candidate takes other inputs than there are.
     """
-    return _Match(baseline, candidate, steps).found()
+    return _Match(baseline, candidate, steps).resolved()
 
 
 class _Match:
@@ -210,7 +210,7 @@ class _Match:
         self._failure: Exception | None = None
         self._parameters, self._takes_any = _parameters(candidate)
 
-    def found(self) -> tuple[Sequence[Step], Arguments]:
+    def resolved(self) -> tuple[Sequence[Step], Arguments]:
         known = {parameter.name for parameter in self._parameters}
         first = self._steps[0]
         tensors = [name for name, value in first.items() if _holds_tensors(value)]

@@ -197,7 +197,7 @@ class Score:
     _first_of_step: int = 0
     _differing: dict[str, Differing] = field(default_factory=dict)
 
-    def found(self) -> dict[str, Any]:
+    def found_parts(self) -> dict[str, Any]:
         """Return what was found, without the side and the program, which stay in their process."""
         names = ("pairs", "divergences", "judged_nodes", "empty_nodes", "left_out", "ledger", "drift", "sums", "unlike")
         return {name: getattr(self, name) for name in names} | {"results": self.results.found_so_far()}

@@ -195,6 +195,8 @@ def traced_program(
         raise UsageError(
             f"torch.export cannot trace {type(traced).__name__}" + (f" at {where}" if where else ""),
             got=f"{type(error).__name__}: {reason}",
+            hint="replace a branch on values by torch.where; or record both sides (glass record MODEL -o DIR) and "
+            "compare the records (glass compare DIR DIR)",
         ) from error
     return named_program(
         exported,

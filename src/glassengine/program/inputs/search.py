@@ -77,7 +77,7 @@ class _Search:
             uses = {}
         uses = {port.name: uses.get(port.name, Use()) for port in self._target.ports}
         made = [self._telling(plan, uses, 0, plain)]
-        for other in self._sizes.others(plan):
+        for other in self._sizes.other_sizes(plan):
             if not self._is_late and (found := self._plain_inputs(other)) is not None:
                 made.append(self._telling(other, uses, 1, found))
                 break
@@ -247,7 +247,7 @@ class Sizes:
             if not bounded:
                 return
 
-    def others(self, plan: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    def other_sizes(self, plan: Mapping[str, int]) -> Iterator[dict[str, int]]:
         """Yield sizes that differ from `plan`, as much of it as possible first."""
         names = list(self.symbols)
         later = [name for name in names if self.symbols[name][1] > 0]

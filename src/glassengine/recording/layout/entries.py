@@ -157,7 +157,7 @@ class Entries(Lazy[Entry]):
         ordered = numbers[np.argsort(places)].tolist()
         return list(dict.fromkeys(tensor.site for number in ordered for tensor in self._groups[number].tensors))
 
-    def where(self, keep: Callable[[str], bool]) -> Entries:
+    def filtered(self, keep: Callable[[str], bool]) -> Entries:
         """Return the tensors of some names; each name is looked at once."""
         known = functools.cache(keep)
         groups = [group.only(known) for group in self._groups]
@@ -279,7 +279,7 @@ class LeftOuts(Lazy[LeftOut]):
             for index in range(len(part) if isinstance(part, Measured) else 1):
                 yield self._made(number, index)
 
-    def where(self, keep: Callable[[str], bool]) -> list[LeftOut]:
+    def filtered(self, keep: Callable[[str], bool]) -> list[LeftOut]:
         """Return the tensors of some names; each name is looked at once."""
         known = functools.cache(keep)
         return [item for item in self if known(item.site)]

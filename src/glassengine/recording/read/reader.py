@@ -223,7 +223,7 @@ class Recording(Shown):
         Raises:
             UnknownNameError: Nothing matches.
         """
-        found = self.entries.where(lambda site: matches(pattern, site))
+        found = self.entries.filtered(lambda site: matches(pattern, site))
         if not found:
             raise UnknownNameError("site", pattern, self.sites())
         return found
@@ -234,8 +234,8 @@ class Recording(Shown):
         Raises:
             UnknownNameError: Nothing matches.
         """
-        left_out = self.left_out.where(lambda site: matches(pattern, site))
-        entries = self.entries.where(lambda site: matches(pattern, site)) if left_out else self.select(pattern)
+        left_out = self.left_out.filtered(lambda site: matches(pattern, site))
+        entries = self.entries.filtered(lambda site: matches(pattern, site)) if left_out else self.select(pattern)
         return entries, left_out
 
     def tensor(self, entry: Entry | str, step: int | None = None, rank: int = 0) -> Tensor:

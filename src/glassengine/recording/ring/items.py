@@ -69,7 +69,7 @@ class RingBlock:
                 self._text = group_text(0, self.descriptions, self.rank, dict(self.same_as)).encode()
         return self._text
 
-    def again(self, step: int, position: int, most: int) -> RingBlock:
+    def block_of_step(self, step: int, position: int, most: int) -> RingBlock:
         """Return the block of another step whose tensors, or the first `most`, are like these."""
         if most >= len(self.known):
             end = position + self.end - self.position

@@ -368,7 +368,7 @@ class Repetition:
                 items.append(RingTensor(item.seen, self.step, self._rank, position, item.reason))
                 end = position + item.seen.nbytes
             else:
-                block = item.again(self.step, position, came - first)
+                block = item.block_of_step(self.step, position, came - first)
                 items.append(block)
                 end = block.end
             addresses.append(self._addresses[first])

@@ -237,7 +237,7 @@ class RecordingPolicy:
         """Whether patterns of `sites` were given and none of them matched anything."""
         return self._sites is not None and not self._matched.intersection(self._sites)
 
-    def seen(self) -> list[str]:
+    def asked_sites(self) -> list[str]:
         """Return the sites that were asked about."""
         return list(self._known)
 

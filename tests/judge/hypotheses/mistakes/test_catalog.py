@@ -364,6 +364,14 @@ PLANTED = {
         "in 2 places",
         ("x", "gain"),
     ),
+    "activation lost in each branch": Planted(
+        lambda x, g: torch.stack([F.relu(x), F.relu(x * g), F.relu(-x)]).sum(0),
+        lambda x, g: torch.stack([x, x * g, -x]).sum(0),
+        lambda x, g: F.relu(x) + F.relu(x * g) + F.relu(-x),
+        "activation",
+        "relu in the baseline, nothing in the candidate, in 3 places",
+        ("x", "gain"),
+    ),
     "unbiased variance of a norm": Planted(
         lambda x: F.layer_norm(x, (16,)),
         lambda x: (x - x.mean(-1, True)) / (x.var(-1, keepdim=True) + 1e-5).sqrt(),

@@ -201,7 +201,7 @@ def _numbers(question: Question, literal: Literal) -> Iterator[Any]:
 
 def _by_one(question: Question, literal: Literal) -> Iterator[float]:
     """Yield a step between places as it is where one place more, or one less, is counted: 1 / n for 1 / (n - 1)."""
-    node = question.own(literal.node)
+    node = question.in_baseline(literal.node)
     size = getattr(question.trial.values[literal.node], "shape", (0,))[-1:]
     if not size or size[0] < _LEAST_PLACES or not counts_alone(node, question.stored):
         return

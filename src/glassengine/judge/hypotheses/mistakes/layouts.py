@@ -313,7 +313,7 @@ def _reordered(order: torch.Tensor, axis: int, joined: Sequence[int] | None = No
     def edit(call: TrialCall) -> Any:
         given = call.args[0]
         whole = given if joined is None else given.reshape(joined)
-        return call.again(whole.index_select(axis, order).reshape(given.shape), *call.args[1:], **call.kwargs)
+        return call.rerun(whole.index_select(axis, order).reshape(given.shape), *call.args[1:], **call.kwargs)
 
     return edit
 

@@ -192,8 +192,8 @@ def counted(question: Question) -> Iterator[Hypothesis]:
     if right.shape != actual.shape or not right.numel() or right.dtype is torch.bool:
         return
     are_whole = all(bool((tensor == tensor.round()).all()) for tensor in (right.double(), actual.double()))
-    dtypes = {getattr(question.own(node).meta.get("val"), "dtype", None) for node in [*trial.ops, *trial.inputs]}
-    below = down([question.own(trial.end)], depth=_NEAR)
+    dtypes = {getattr(question.in_baseline(one).meta.get("val"), "dtype", None) for one in [*trial.ops, *trial.inputs]}
+    below = down([question.in_baseline(trial.end)], depth=_NEAR)
     if are_whole and dtypes & {torch.int64, torch.int32} and any(op_name(one) in PLACING for one in below):
         apart = (right != actual).flatten().nonzero().flatten()
         here, there = (int(tensor.flatten()[int(apart[0])]) for tensor in (right, actual))
@@ -210,7 +210,7 @@ def _unhidden(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _hides(question: Question, end: Node) -> bool:
     """Whether what reads a tensor hides elements by it."""
-    own = question.own(end)
+    own = question.in_baseline(end)
     for node in (own, *down([own], depth=_NEAR)):
         is_bool = getattr(node.meta.get("val"), "dtype", None) is torch.bool
         for user in node.users:

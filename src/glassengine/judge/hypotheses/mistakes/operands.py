@@ -205,7 +205,7 @@ def _choices(question: Question, node: Node, made: Tensor) -> Iterator[Hypothesi
 
 def _is_of_values(question: Question, condition: Node) -> bool:
     """Whether a condition compares the values of tensors, as a clamp does: no places are hidden by it."""
-    own = question.own(condition)
+    own = question.in_baseline(condition)
     above = walk([own], lambda one: one.all_input_nodes if one is own or _dtype(one) is torch.bool else ())
     return any(dtype is not None and dtype.is_floating_point for dtype in map(_dtype, above))
 
@@ -312,14 +312,14 @@ def another_inside(question: Question) -> Iterator[Hypothesis]:
             for other in (one for one in trial.ops[:place] if one is not source and not passes_on(one)):
                 found = trial.values[other]
                 if _are_alike(found, value) and is_real(value) and not torch.equal(found, value):
-                    kind, text = _instead(question, source, question.own(other), question.label(other))
+                    kind, text = _instead(question, source, question.in_baseline(other), question.label(other))
                     yield Hypothesis(kind, text, {node: reading({at: found})})
 
 
 def another_pass(question: Question) -> Iterator[Hypothesis]:
     """Yield: of a loop over steps or layers, what another pass made is read: a state or a memory that is stale."""
     trial = question.trial
-    inside = {question.label(node): (question.own(node), trial.values[node]) for node in [*trial.inputs, *trial.ops]}
+    inside = {question.label(n): (question.in_baseline(n), trial.values[n]) for n in [*trial.inputs, *trial.ops]}
     there = {name: (question.named.get(question.sources.get(name, "")), one) for name, one in question.others.items()}
     made: dict[Any, list[tuple[str, Node, Any]]] = defaultdict(list)
     for name, (node, value) in {**there, **inside}.items():
@@ -327,7 +327,7 @@ def another_pass(question: Question) -> Iterator[Hypothesis]:
             made[place].append((name, node, value))
     for reader in trial.ops:
         for at, source in tensors_of(trial, reader):
-            place, value = _made_at(question.own(source)), trial.values[source]
+            place, value = _made_at(question.in_baseline(source)), trial.values[source]
             if place is None or source.name in question.read or not is_real(value):
                 continue
             for name, node, other in made[place][:_MOST_OTHERS]:
@@ -348,7 +348,7 @@ def _instead(question: Question, node: Node, other: Node | None, name: str) -> t
     value, text = question.trial.values[node], f"{name} instead of {question.label(node)}"
     if not is_real(value) or other is None:
         return ("swapped" if is_real(value) else "mask" if value.dtype is torch.bool else "position"), text
-    ours, theirs = origin_of(question.own(node)), origin_of(other)
+    ours, theirs = origin_of(question.in_baseline(node)), origin_of(other)
     if ours is not theirs and _made_at(ours) is not None and _made_at(ours) == _made_at(theirs):
         if _module_of(ours) != _module_of(theirs):
             return "swapped", f"that of another layer is read: {text}"
@@ -382,7 +382,7 @@ def _operands(question: Question) -> list[Node]:
 
 
 def _is_arange(question: Question, node: Node) -> bool:
-    return op_name(question.own(node)) == "arange"
+    return op_name(question.in_baseline(node)) == "arange"
 
 
 def _are_alike(a: Any, b: Any) -> bool:

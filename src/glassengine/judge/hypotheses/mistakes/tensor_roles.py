@@ -54,7 +54,7 @@ def is_counted(question: Question, node: Node) -> bool:
         if not bool((some == some.round()).all()):
             return False
     return torch.unique(value).numel() >= _LEAST and any(
-        op_name(one) in _COUNTED for one in up(question.own(node), _NEAR)
+        op_name(one) in _COUNTED for one in up(question.in_baseline(node), _NEAR)
     )
 
 
@@ -66,7 +66,7 @@ def is_stored(question: Question, node: Node) -> bool:
 
 def is_of_before(question: Question, node: Node) -> bool:
     """Whether a tensor holds what the step before left, and nothing of this one; before the first step, zeros."""
-    if "zeros" in op_name(question.own(node)):
+    if "zeros" in op_name(question.in_baseline(node)):
         return True
     ends = _made_of(question, node) or frozenset({node.name})
     return bool(ends & question.kept) and ends <= question.stored | question.kept
@@ -74,13 +74,13 @@ def is_of_before(question: Question, node: Node) -> bool:
 
 def _made_of(question: Question, node: Node) -> frozenset[str]:
     """Return the inputs and weights that a node is made of by few ops; nothing where it is made by more of them."""
-    known = ancestors(question.own(node))
+    known = ancestors(question.in_baseline(node))
     return frozenset(one.name for one in known if one.op == "placeholder" and len(known) < _MOST_ABOVE)
 
 
 def is_taken_apart(question: Question, node: Node) -> bool:
     """Whether what is made of a weight is taken apart along its last axis, and not as heads: it is several weights."""
-    own = question.own(node)
+    own = question.in_baseline(node)
 
     def following(one: Node) -> list[Node]:
         if one is own:
@@ -105,7 +105,7 @@ def least_position(value: torch.Tensor) -> int:
 
 def makes_sines(question: Question, node: Node) -> bool:
     """Whether a node makes sines or cosines of positions: with the other sign, they turn the other way."""
-    own = question.own(node)
+    own = question.in_baseline(node)
     above = walk([own], lambda one: () if op_name(one) in PLACING else one.all_input_nodes, _NEAR)
     return any(op_name(one) in PLACING for one in above) and any(op_name(one) in _COUNTED for one in up(own, _FAR))
 
@@ -116,17 +116,17 @@ def is_of_places(question: Question, node: Node, axes: tuple[int, ...]) -> bool:
     if len(axes) != 2 or not isinstance(source, Node):
         return False
     # What is multiplied by a matrix is no score any more.
-    below = walk([question.own(node)], lambda one: () if traits_of(one).reads_memory else one.users, _NEAR)
+    below = walk([question.in_baseline(node)], lambda one: () if traits_of(one).reads_memory else one.users, _NEAR)
     if any("softmax" in op_name(one) for one in below):
         return True
-    own = question.own(source)
+    own = question.in_baseline(source)
     rank = len(_shape(own))
     return "conv" in op_name(own) and axes == (rank - 2, rank - 1)
 
 
 def comes_from(question: Question, node: Node, names: frozenset[str]) -> bool:
     """Whether a node is one of some ops, or made by one a few ops above."""
-    own = question.own(node)
+    own = question.in_baseline(node)
     return any(op_name(one) in names for one in (own, *up(own, _NEAR_ABOVE)))
 
 
@@ -158,7 +158,7 @@ def are_of_positions(question: Question, edited: Collection[Node], kind: Kind) -
     """
     if not edited or kind not in _BY_OP:
         return False
-    own = [question.own(node) for node in edited]
+    own = [question.in_baseline(node) for node in edited]
     if kind in _OF_ORDER and all(_is_table_by_positions(question, node) for node in own):
         return True
     if all(is_counted(question, node) or _counts(there) for node, there in zip(edited, own, strict=True)):
@@ -177,7 +177,7 @@ def _is_table_by_positions(question: Question, node: Node) -> bool:
 
 def is_counted_alone(question: Question, node: Node) -> bool:
     """Whether a node is made of positions that are counted, and of stored numbers: distances, times a slope."""
-    own = question.own(node)
+    own = question.in_baseline(node)
     return counts_alone(own, question.stored) and any(map(_counts, (own, *up(own))))
 
 

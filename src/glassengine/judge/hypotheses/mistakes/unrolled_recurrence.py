@@ -36,7 +36,7 @@ def recurrences(question: Question) -> Iterator[Hypothesis]:
 
 def _module_of(question: Question, op: Node) -> str:
     """Return the path of the module that calls an op: layers that follow each other are no steps of one recurrence."""
-    stack = question.own(op).meta.get("nn_module_stack") or {"": ("", None)}
+    stack = question.in_baseline(op).meta.get("nn_module_stack") or {"": ("", None)}
     path: str = list(stack.values())[-1][0]
     return path
 
@@ -74,7 +74,7 @@ def _one_late(question: Question, group: Sequence[Node]) -> Iterator[Hypothesis]
         values = [trial.values[state] for state in states]
         if len(set(states)) < len(states) or not values[0].is_floating_point():
             continue
-        last, before = (question.own(state) for state in (states[-1], states[-2]))
+        last, before = (question.in_baseline(state) for state in (states[-1], states[-2]))
         if before not in ancestors(last) or set(group) & ancestors(states[-1]):
             continue  # no states, or this very op carries them on
         late = [torch.zeros_like(values[0]), *values[:-1]]

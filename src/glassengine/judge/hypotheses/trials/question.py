@@ -92,13 +92,13 @@ class Question:
         """Return what people call a node of the piece."""
         return self.labels.get(node.name, node.name)
 
-    def own(self, node: Node) -> Node:
+    def in_baseline(self, node: Node) -> Node:
         """Return a node of the piece as it is in the baseline's whole graph."""
         return self.named.get(node.name, node)
 
     def users(self, node: Node) -> list[Node]:
         """Return what reads a node of the piece in the baseline's whole graph."""
-        return list(self.own(node).users)
+        return list(self.in_baseline(node).users)
 
     def left(self, value: torch.Tensor | None) -> float:
         """Return how far a value is from what the candidate made, root mean square; infinite across masks."""

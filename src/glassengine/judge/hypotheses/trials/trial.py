@@ -96,7 +96,7 @@ class TrialCall:
     def __init__(self, node: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
         self.node, self.target, self.args, self.kwargs, self.value = node, target, args, kwargs, value
 
-    def again(self, *args: Any, **kwargs: Any) -> Any:
+    def rerun(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the op makes of other arguments."""
         return self.target(*args, **kwargs)
 
