@@ -217,5 +217,5 @@ class _Gate(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient * ctx.factor(), None, None
