@@ -6,6 +6,7 @@ backward without it shows by which factor the candidate's gradients are made, an
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -92,7 +93,7 @@ def _named(
         return None
     hint, reader = made
     pair = pairs.get(reader.name)
-    source = next((site.source for site in program.sites.by_node.get(reader.name, ()) if site.kind == "op"), None)
+    source = _line(program, reader)
     there = found.candidate_source if pair is None else pair.candidate.source
     return replace(found, source=source or found.source, candidate_source=there, hints=(hint,))
 
@@ -119,7 +120,7 @@ def _mistake(
     sizes = [max(float(a.norm()), float(b.norm())) for a, b in zip(right, theirs, strict=True)]
     roundoff = max(unit_roundoff(tensor.dtype) for tensor in theirs)
     most = [min(_ROUNDINGS * roundoff, _MOST_LEFT) * max(size, _WHOLE * max(sizes)) for size in sizes]
-    for cut in _cuts(tried):
+    for cut in _cuts(program, tried):
         factors.update(dict.fromkeys(cut, 0.0))
         without = gradients()
         factors.clear()
@@ -136,9 +137,11 @@ def _mistake(
             source, reader = cut[0]
             parameters = {placeholder_name(name): name for name in trained}
             copied = source.all_input_nodes[0].name if _is_copy(source) else ""
-            names = [short(_label(program, node), site.replace(":backward", "")) for node in cut[0]]
+            names = [short(_label(program, node), site.replace(":backward", "")).removeprefix("./") for node in cut[0]]
             names[0] = parameters.get(copied, names[0])
-            text = _text(names[0], names[1] if len(cut) == 1 else "what reads it", factor)
+            is_of_tensor = len({source for source, _ in cut}) < len(cut)
+            text = _text(names[0], "what reads it" if is_of_tensor else names[1], factor)
+            text += "" if is_of_tensor or len(cut) == 1 else f", in {len(cut)} places"
             change = Altered(ops=(_label(program, source),), baseline=1.0, candidate=float(factor))
             kind: Any = "scale" if factor else "other"
             return Hint(kind, text, 1.0, EVIDENCE, proven=True, change=change, unexplained=sum(left) / of_right), reader
@@ -152,13 +155,20 @@ def _text(source: str, reader: str, factor: float) -> str:
     return f"{flow} has the other sign" if factor == -1 else f"{flow} is {factor:.6g} times the right one"
 
 
-def _cuts(reads: Sequence[_Read]) -> Iterator[Sequence[_Read]]:
-    """Yield each read, then all reads of one tensor together."""
+def _cuts(program: Program, reads: Sequence[_Read]) -> Iterator[Sequence[_Read]]:
+    """Yield each read, then all reads of one tensor together, then those of one line: in every pass of a loop."""
     yield from ([read] for read in reads)
-    for source in dict.fromkeys(source for source, _ in reads):
-        together = [read for read in reads if read[0] is source]
-        if len(together) > 1 and len(together) == len(source.users):
-            yield together
+    of_tensor, of_line = defaultdict[Any, list[_Read]](list), defaultdict[Any, list[_Read]](list)
+    for source, reader in reads:
+        of_tensor[source].append((source, reader))
+        line = (_line(program, reader), reader.target, reader.all_input_nodes.index(source))
+        of_line[line].append((source, reader))
+    yield from (group for source, group in of_tensor.items() if 1 < len(group) == len(source.users))
+    yield from (group for (line, *_), group in of_line.items() if line is not None and len(group) > 1)
+
+
+def _line(program: Program, node: Node) -> str | None:
+    return next((site.source for site in program.sites.by_node.get(node.name, ()) if site.kind == "op"), None)
 
 
 def _is_copy(node: Node) -> bool:
