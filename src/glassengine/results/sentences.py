@@ -46,7 +46,7 @@ def mistake(found: Any) -> str | None:
     if not found.hints or not found.hints[0].proven:
         return None
     text: str = found.hints[0].text
-    module = found.site.rpartition("/")[0]
+    module = found.site.rpartition("/")[0].removesuffix(":backward")
     place = "" if module in ("", ".") else f" in {module}"
     sides = _SIDES.match(text)
     if sides is None or text.count(" in the baseline") > 1:

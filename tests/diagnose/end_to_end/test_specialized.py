@@ -35,6 +35,16 @@ class Branches(Base):
         return self.second(y)
 
 
+class Asks(Branches):
+    """Asks for equal tensors by functions whose answer is a Python value."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.linear(x)
+        if not torch.equal(mask, torch.zeros_like(mask)) and not torch.allclose(y, 2 * y):
+            y = y.masked_fill(mask[..., None], 0.0) * self.factor
+        return self.second(y)
+
+
 class Experts(Base):
     def forward(self, x: Tensor) -> Tensor:
         chosen = (x[:, 0] > 0).long()
@@ -102,12 +112,13 @@ def judged(baseline: nn.Module, port: Any, factor: float, given: str) -> Any:
     return check(baseline, candidate=port, inputs=given)
 
 
+@pytest.mark.parametrize("kind", [Branches, Asks])
 @pytest.mark.parametrize("factor", [1.0, 1.01])
-def test_f30_a_branch_on_a_mask(factor: float, tmp_path: Path) -> None:
+def test_f30_a_branch_on_a_mask(kind: type[Base], factor: float, tmp_path: Path) -> None:
     torch.manual_seed(0)
     mask = torch.tensor([[False, False, True]])
     steps = [{"x": torch.randn(1, 3, 4), "mask": one} for one in (torch.zeros_like(mask), mask)]
-    result = judged(Masked(), Branches(), factor, inputs(tmp_path, steps))
+    result = judged(Masked(), kind(), factor, inputs(tmp_path, steps))
     assert result.ok == (factor == 1.0) and result.coverage > 0.9
     assert any("it looks at values" in item.reason for item in result.skipped)
     if factor != 1.0:

@@ -30,6 +30,7 @@ from glassengine.diagnose.training.gradient_graph import (
     state_of,
     step_inputs,
 )
+from glassengine.diagnose.training.gradient_mistakes import explained
 from glassengine.diagnose.training.run import (
     OptimizerFactory,
     StepTaken,
@@ -196,10 +197,12 @@ def _judge_gradients(
         return scores[0], scores[1]
 
     pairs, only_ours, only_theirs = pair_sites(program, theirs)
-    ops, run = scores_of({pair.baseline.node: pair for pair in pairs})
+    used = {pair.baseline.node: pair for pair in pairs}
+    ops, run = scores_of(used)
     if ops.divergences and only_ours and not any(pair.verdict in FLAGGED for pair in run.pairs):
         # Written with other ops, perhaps rightly: what the ops compute says better which belong together.
-        ops, run = scores_of(pair_programs(program, theirs, [case]))
+        used = pair_programs(program, theirs, [case])
+        ops, run = scores_of(used)
     order = {node.name: index for index, node in enumerate(program.graph.nodes)}
     phases = {site.node: "backward" if is_backward(site.name) else "forward" for site in program.sites}
     at_site = {site.name: phases[site.node] for site in program.sites}
@@ -208,6 +211,9 @@ def _judge_gradients(
     own, judged = _without_rewrites(own, ops.pairs, run.pairs, [*only_ours, *only_theirs])
     known = {d.site for d in found.origins}
     own = [as_written(ops, program, d) for d in own]
+    flagged = {pair.candidate_site for pair in run.pairs if pair.verdict in FLAGGED}
+    if flagged and LOSS not in flagged:
+        own = explained(own, (program, theirs), used, taken, given)
     found.origins += [d for d in own if d.site not in known]
     found.pairs += [replace(pair, step=number, level=at_site[pair.site]) for pair in judged]
     found.pairs += [replace(p, step=number, site=p.candidate_site, inherited=bool(own)) for p in run.pairs]

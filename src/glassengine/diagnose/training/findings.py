@@ -19,6 +19,7 @@ from glassengine.results import (
     WrittenDifferently,
     worst,
 )
+from glassengine.results.sentences import mistake
 
 GUARANTEES = {
     "forward": Guarantee.EVERY_OP.text,
@@ -92,4 +93,5 @@ class TrainingFindings:
         loss = "the loss differs" if is_loss_wrong else "the loss agrees"
         # In the order of the backward.
         name = wrong[0].site.removesuffix(GRADIENT)
+        op = mistake(first) or op
         return f"{loss}, {len(wrong)} of {len(gradients)} gradients are wrong, first that of {name}; {op}"

@@ -33,6 +33,7 @@ from glassengine.torch_versions import compiling, tracing_real_tensors
 BACKWARD = ":backward"
 LOSS = "loss"
 GRADIENT = ":grad"
+_OF = "differentiates"
 
 Loss = Callable[[Any], Tensor]
 
@@ -188,8 +189,14 @@ def _name_backward(traced: GraphModule) -> None:
         # Where several gradients of one tensor are added up, what was differentiated last is near enough.
         path = ROOT if source is None else _path(source) or ROOT
         node.meta["nn_module_stack"] = {"": (path + BACKWARD, "")}
+        node.meta[_OF] = None if source is None else source.name
         if source is not None and not node.meta["stack_trace"]:
             node.meta["stack_trace"] = source.meta.get("stack_trace")
+
+
+def differentiated(node: Node) -> str | None:
+    """Return the op of the forward whose gradient an op computes, by name; None of a forward."""
+    return node.meta.get(_OF)
 
 
 def _path(node: Node) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import ancestors, down, passes_on, readers_of, region_of, up
+from glassengine.judge.graphs.between import ancestors, down, origin_of, passes_on, readers_of, region_of, up
 from glassengine.judge.graphs.cut import Piece, cut
 from glassengine.judge.hypotheses.explain import MistakeExplanation, Rank, differences, explanation
 from glassengine.judge.hypotheses.inside import Inside, inside_of
@@ -273,9 +273,12 @@ class MistakeSearch:
 
     def _labels(self, node: Node, trial: Trial) -> dict[str, str]:
         site = self._site(node.name)
-        inside = {op.name: self._site(op.name) for op in [*trial.inputs, *trial.ops]}
         names = self.program.weight_names()
-        return {name: of_weight(label) if name in names else short(label, site) for name, label in inside.items()}
+        inside = {}
+        for name in (op.name for op in [*trial.inputs, *trial.ops]):
+            origin = origin_of(self._own[name]).name if name in self._own else name
+            inside[name] = of_weight(self._site(origin)) if origin in names else short(self._site(name), site)
+        return inside
 
     def _site(self, name: str) -> str:
         names = self.program.weight_names()

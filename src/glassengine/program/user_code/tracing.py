@@ -21,7 +21,7 @@ import sys
 import traceback
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -156,18 +156,26 @@ def real_values() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _numbers_as_they_are() -> Iterator[None]:
-    """Let `tensor.item()` be the number that it is: one by a symbol goes on into shapes, of which nothing is known."""
-    item = torch.ops.aten._local_scalar_dense.default
-    own = op_implementations_dict[item]
+    """Let `tensor.item()`, `torch.equal` and `torch.allclose` be what they are.
 
-    def number(mode: Any, func: Any, arg: Any) -> Any:
-        return own(mode, func, arg) if arg.real_tensor is None else arg.real_tensor.item()
-
-    op_implementations_dict[item] = number
+    A number by a symbol goes on into shapes, of which nothing is known.
+    """
+    aten = torch.ops.aten
+    before = dict(op_implementations_dict)
+    for op in (aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default):
+        op_implementations_dict[op] = functools.partial(_of_real_tensors, before.get(op))
     try:
         yield
     finally:
-        op_implementations_dict[item] = own
+        op_implementations_dict.clear()
+        op_implementations_dict.update(before)
+
+
+def _of_real_tensors(fake: Callable[..., Any] | None, mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    real = [getattr(arg, "real_tensor", None) if isinstance(arg, torch.Tensor) else arg for arg in args]
+    if any(value is None for value in real):
+        return NotImplemented if fake is None else fake(mode, func, *args, **kwargs)
+    return func(*real, **kwargs)
 
 
 def _as_uncompiled() -> contextlib.AbstractContextManager[Any]:

@@ -364,6 +364,14 @@ PLANTED = {
         "in 2 places",
         ("x", "gain"),
     ),
+    "factor of another shape lost": Planted(
+        lambda x, g: x[..., :1] * g + x.flip(-1),
+        lambda x, g: x[..., :1] + x.flip(-1),
+        lambda x, g: torch.addcmul(x.flip(-1), x[..., :1], g),
+        "scale",
+        "gain is not multiplied",
+        ("x", "gain"),
+    ),
     "activation lost in each branch": Planted(
         lambda x, g: torch.stack([F.relu(x), F.relu(x * g), F.relu(-x)]).sum(0),
         lambda x, g: torch.stack([x, x * g, -x]).sum(0),

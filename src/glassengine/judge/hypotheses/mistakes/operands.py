@@ -142,8 +142,9 @@ def _of_two(question: Question, node: Node, a: Node, b: Node) -> Iterator[tuple[
     for kept, lost in ((a, b), (b, a)):
         one, other = question.trial.values[kept], question.trial.values[lost]
         # A condition that is multiplied is no number that could be added.
-        if one.shape != made.shape or torch.bool in (one.dtype, other.dtype):
+        if torch.bool in (one.dtype, other.dtype):
             continue
+        one = one.expand(made.shape)
         what, is_sum = question.label(lost), name == "add"
         if is_sum and is_mask(other):
             yield "mask", f"the mask is not added: {what}", one, lost

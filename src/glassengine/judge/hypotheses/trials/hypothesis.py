@@ -170,8 +170,9 @@ def called(name: str) -> str:
 
 
 def of_weight(name: str) -> str:
-    """Leave out all but the module that has the weight."""
-    return ".".join(name.split(".")[-2:])
+    """Leave out all but the module that has the weight, and the list that holds a numbered module."""
+    *path, module, weight = ["", "", *name.split(".")]
+    return ".".join([*path[-1:], module, weight] if module.isdecimal() else [module, weight]).lstrip(".")
 
 
 def short(name: str, site: str) -> str:
