@@ -127,7 +127,7 @@ def test_results_below_a_tie_are_exempt_where_the_choice_differs() -> None:
         ends = EndToEnd(program, "candidate")
         node = program.output_nodes["output"]
         ends.compare(node, reference(tied), {"output": value}, {}, where=("a case", 0), may_tie=may_tie)
-        (found,) = ends.found
+        (found,) = ends.compared
         assert found.agrees == may_tie
         assert found.exempt == (0.25 if may_tie else 0.0)
 

@@ -50,7 +50,7 @@ class Roots:
             UsageError: It is outside of them, a URL, not there, neither a file nor a directory, or a directory with
                 something in it that leads outside.
         """
-        found = self._found(name)
+        found = self._checked(name)
         mode = found.stat().st_mode
         if stat.S_ISDIR(mode):
             self._require_closed(found)
@@ -79,7 +79,7 @@ class Roots:
             )
         return f"{path}:{found['function']}"
 
-    def _found(self, name: str) -> Path:
+    def _checked(self, name: str) -> Path:
         if not name or "\0" in name or name.startswith("~") or _URL.match(name):
             raise self._refused(name, "a URL, or a name that cannot be a path" if name else "an empty name")
         given = Path(name)

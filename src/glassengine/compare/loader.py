@@ -93,7 +93,7 @@ class PairLoader:
         if self.has_layout(match) or x.array.shape != y.array.shape:
             return x, y
         valid = self.paddings[0].valid(match.baseline, x.array.shape)
-        return (x, y) if valid is None else (_where(valid, x), _where(valid, y))
+        return (x, y) if valid is None else (_masked(valid, x), _masked(valid, y))
 
     def rows(self, match: MatchedPair, first: int, end: int) -> tuple[ArrayValues, ArrayValues, Checksums]:
         """Return some rows of a pair that `can_be_cut`, and the checksums of their bytes."""
@@ -105,7 +105,7 @@ class PairLoader:
         valid = self.paddings[0].valid(entry, entry.shape)
         if valid is not None:
             valid = valid[first:end] if valid.shape[0] > 1 else valid
-            x, y = _where(valid, x), _where(valid, y)
+            x, y = _masked(valid, x), _masked(valid, y)
         return x, y, checksums
 
     def _is_plain(self, match: MatchedPair) -> bool:
@@ -180,6 +180,6 @@ class PairLoader:
         return sides
 
 
-def _where(valid: np.typing.NDArray[np.bool_], values: ArrayValues) -> ArrayValues:
+def _masked(valid: np.typing.NDArray[np.bool_], values: ArrayValues) -> ArrayValues:
     """Return 0 where elements do not count."""
     return values._replace(array=np.where(valid, values.array, np.zeros((), values.array.dtype)))

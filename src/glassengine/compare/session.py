@@ -169,14 +169,14 @@ class ComparisonSession:
             GlassError: A side is damaged, or a map does not fit it.
         """
         if not self.is_assembled:
-            return Answer(tuple(self.mapped(lambda item: self._found(item, block), block.items)))
+            return Answer(tuple(self.mapped(lambda item: self._compared_pair(item, block), block.items)))
         from glassengine.blocks.pieces import one_thread
 
         with one_thread():
-            found = tuple(self._found(item, block) for item in block.items)
+            found = tuple(self._compared_pair(item, block) for item in block.items)
         return Answer(found, self._step.remarks() if self._step is not None else ())
 
-    def _found(self, item: PairItem, block: PairBlock) -> PairFindings:
+    def _compared_pair(self, item: PairItem, block: PairBlock) -> PairFindings:
         judge, match = self.at(item, block.context)
         if item.rows is None:
             return PairFindings(item.number, *judge.judged(match))

@@ -56,7 +56,7 @@ class EndToEnd:
     not_compared: dict[str, str] = field(default_factory=dict)
     called: Mapping[str, tuple[str, str]] | None = None
     _sums: dict[str, DriftSums] = field(default_factory=dict)
-    _found: dict[str, ResultComparison] = field(default_factory=dict)
+    _compared: dict[str, ResultComparison] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
     _other_names: dict[str, str] = field(default_factory=dict)
     _beside: dict[str, None] = field(default_factory=dict)
@@ -65,25 +65,26 @@ class EndToEnd:
     @property
     def missing(self) -> list[str]:
         """Names of results that the side does not return at all."""
-        return [name for name, why in self.not_compared.items() if why is _MISSING and name not in self._found]
+        return [name for name, why in self.not_compared.items() if why is _MISSING and name not in self._compared]
 
     @property
-    def found(self) -> tuple[ResultComparison, ...]:
+    def compared(self) -> tuple[ResultComparison, ...]:
         """One entry for each result that was compared, in the order of the baseline's."""
-        return tuple(self._found[name] for name in [*results_of(self.program), *self._beside] if name in self._found)
+        names = [*results_of(self.program), *self._beside]
+        return tuple(self._compared[name] for name in names if name in self._compared)
 
     @property
     def constant(self) -> list[str]:
         """Names of results whose elements were all the same number in every step: little can be seen in them."""
-        return [name for name in self._found if name not in self._varying]
+        return [name for name in self._compared if name not in self._varying]
 
     def found_so_far(self) -> dict[str, Any]:
         """Return what was found, without the program."""
-        return {name: getattr(self, name) for name in ("_found", "_sums", "_varying", "_beside", "not_compared")}
+        return {name: getattr(self, name) for name in ("_compared", "_sums", "_varying", "_beside", "not_compared")}
 
     def merge(self, later: Mapping[str, Any]) -> None:
         """Add what `found_so_far` returned of later cases of the same side."""
-        for name, result in later["_found"].items():
+        for name, result in later["_compared"].items():
             self._keep(name, result)
         for name, sums in later["_sums"].items():
             self._sums.setdefault(name, DriftSums()).merge(sums)
@@ -93,7 +94,7 @@ class EndToEnd:
 
     def drift_rows(self) -> tuple[DriftRow, ...]:
         """Return a row of the table of drift for each result."""
-        return tuple(self._sums[one.name].row(one.name, one.candidate_name, "result") for one in self.found)
+        return tuple(self._sums[one.name].row(one.name, one.candidate_name, "result") for one in self.compared)
 
     def compare(
         self,
@@ -274,8 +275,8 @@ class EndToEnd:
         self._keep(name, made)
 
     def _keep(self, name: str, made: ResultComparison) -> None:
-        before = self._found.get(name)
-        self._found[name] = made if before is None else worse(before, made)
+        before = self._compared.get(name)
+        self._compared[name] = made if before is None else worse(before, made)
 
 
 def results_of(program: Program) -> list[str]:
@@ -289,9 +290,9 @@ def results_left(sides: Sequence[EndToEnd]) -> str | None:
     if not sides:
         return None
     reasons = {why for side in sides for why in side.not_compared.values()}
-    if not any(side.found for side in sides) and reasons != {_RANDOM}:
+    if not any(side.compared for side in sides) and reasons != {_RANDOM}:
         return f"no result of the candidate was compared with the baseline's: {', '.join(results_of(sides[0].program))}"
-    compared = {one.name for side in sides for one in side.found}
+    compared = {one.name for side in sides for one in side.compared}
     missing = [name for name in sides[-1].missing if name not in compared]
     return f"the candidate returns no {', '.join(missing)}" if missing else None
 

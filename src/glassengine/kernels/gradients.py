@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
 from glassengine.kernels.arrays import as_tensors
-from glassengine.kernels.match import called, explained, how, judged
+from glassengine.kernels.match import accumulation_of, called, explained, judged
 from glassengine.kernels.prepared import Prepared
 from glassengine.kernels.trace import copied, tensors_of
 from glassengine.results.kernels import Match
@@ -84,7 +84,7 @@ def assert_gradients_match(
 
     plain = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     everything = [*plain, *given]
-    prepared = Prepared(backward(ours), everything, how(accumulation), seed, True)
+    prepared = Prepared(backward(ours), everything, accumulation_of(accumulation), seed, True)
     found = judged(backward(theirs), everything, prepared, accumulation or "")
     if not found.ok:
         raise AssertionError(explained(found))

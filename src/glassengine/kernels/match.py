@@ -113,7 +113,7 @@ def matches(
         UsageError: The reference can neither be traced nor run in float64, or draws random numbers.
     """
     call, args = called(reference, inputs)
-    prepared = Prepared(call, as_tensors(args), how(accumulation), seed)
+    prepared = Prepared(call, as_tensors(args), accumulation_of(accumulation), seed)
     return judged(actual, inputs, prepared, accumulation or "", check_dtype)
 
 
@@ -256,7 +256,7 @@ def called(function: Callable[..., Any], inputs: Any) -> tuple[Callable[..., Any
     return lambda *args: function(*args), [inputs]
 
 
-def how(accumulation: str | None) -> Accumulation:
+def accumulation_of(accumulation: str | None) -> Accumulation:
     """Return how products may be summed."""
     name = accumulation or _declared()
     if name not in ACCUMULATIONS:

@@ -55,7 +55,7 @@ class KernelPart:
         self._runs: list[list[Tensor]] = []
 
     @cached_property
-    def _found(self) -> TracedRun:
+    def _trace_of(self) -> TracedRun:
         given, found = self.trace.checked
         self.trace.checked = (None, None)
         return found if found is not None and given is self._inputs else self.trace.run(self._inputs)
@@ -63,11 +63,11 @@ class KernelPart:
     @property
     def exact(self) -> list[Tensor]:
         """The results in float64, then the inputs after the call."""
-        return self._found.tensors
+        return self._trace_of.tensors
 
     def only(self, which: int) -> OnlyOp | None:
         """Return the only op that rounds, if it makes this tensor."""
-        only, exact = self._found.only, self.exact[which]
+        only, exact = self._trace_of.only, self.exact[which]
         if only is None or not exact.is_floating_point() or only.value.shape != exact.shape:
             return None
         # What follows may have moved the numbers: a flip, a transposition of a square.
@@ -89,15 +89,15 @@ class KernelPart:
         return self.trace.run(self.inputs).chosen
 
     @cached_property
-    def _others(self) -> list[list[Tensor]]:
+    def _other_results(self) -> list[list[Tensor]]:
         """Float64 results with choices that rounding makes: of the reference in its own dtype and of noise runs."""
         made = [self.trace.run(self.inputs, native=True).chosen]
         made += [self.trace.run(self.inputs, self._generator).chosen for _ in range(MANY_RUNS)]
         found = []
         for choices in made:
-            own = {node: places.cpu() for node, places in choices.items()}
-            if not all(torch.equal(own[node], self._choices[node]) for node in self._choices):
-                found.append(self.trace.run(self.inputs, forced=own).tensors)
+            chosen = {node: places.cpu() for node, places in choices.items()}
+            if not all(torch.equal(chosen[node], self._choices[node]) for node in self._choices):
+                found.append(self.trace.run(self.inputs, forced=chosen).tensors)
         return found
 
     def unsettled(self, which: int) -> Tensor | None:
@@ -107,7 +107,7 @@ class KernelPart:
             return None
         noise = torch.stack([(run - exact).nan_to_num(0.0, 0.0, 0.0).square() for run in self.runs(which, 2)]).mean(0)
         limit = _TURNED * (noise + noise.mean()).sqrt()
-        turned = [(other[which] - exact).abs().nan_to_num(0.0) > limit for other in self._others]
+        turned = [(other[which] - exact).abs().nan_to_num(0.0) > limit for other in self._other_results]
         found = torch.stack(turned).any(0) if turned else None
         return found if found is not None and bool(found.any()) else None
 

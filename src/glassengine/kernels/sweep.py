@@ -12,7 +12,7 @@ from torch import Tensor
 
 from glassengine.errors import GlassError, UsageError, first_line
 from glassengine.kernels.arrays import as_tensors
-from glassengine.kernels.match import called, explained, how, judged
+from glassengine.kernels.match import accumulation_of, called, explained, judged
 from glassengine.kernels.prepared import Prepared, same
 from glassengine.kernels.trace import copied, tensors_of
 from glassengine.kernels.values import ALIASED, GUARDED, LAYOUTS, VALUES, KernelCase, Make, cases, maker
@@ -68,7 +68,7 @@ def sweep(
     for case in cases(symbols, sizes or {}, tuple(dtypes), list(known), chosen):
         inputs = case.inputs(make, known, seed)
         try:
-            prepared = Prepared(called(reference, inputs)[0], inputs, how(accumulation), seed)
+            prepared = Prepared(called(reference, inputs)[0], inputs, accumulation_of(accumulation), seed)
         except Exception as error:
             skipped.append(f"{case}: {type(error).__name__}: {first_line(error)}")
             continue

@@ -336,7 +336,7 @@ def _sounds(function: Sound, rate: int, noise: Any) -> dict[str, Any]:
 
 
 def _sound_causes(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    def both(name: str) -> str:
+    def sides(name: str) -> str:
         return f"{_numbers(a[name])} in the baseline, {_numbers(b[name])} in the candidate"
 
     for name in ("rate", "layout"):
@@ -345,16 +345,16 @@ def _sound_causes(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[
             return
     if "peaks" not in a:
         if not np.isclose(a["of half amplitude"], b["of half amplitude"], rtol=0.1):
-            yield "normalization", f"twice the amplitude gives {both('of half amplitude')} times the values"
+            yield "normalization", f"twice the amplitude gives {sides('of half amplitude')} times the values"
         return
     if a["bins"] != b["bins"]:
-        yield "mel bins", both("bins")
+        yield "mel bins", sides("bins")
         return
     if abs(a["hop"] - b["hop"]) > 0.02 * a["hop"]:
-        yield "hop", f"{both('hop')} samples"
+        yield "hop", f"{sides('hop')} samples"
     elif abs(a["first"] - b["first"]) > 0.4 or a["shape"] != b["shape"]:
-        yield "padding", f"{a['shape']} and {b['shape']} values; a click is in frame {both('first')}"
-    scaled = list(_scale_causes(a, b, both))
+        yield "padding", f"{a['shape']} and {b['shape']} values; a click is in frame {sides('first')}"
+    scaled = list(_scale_causes(a, b, sides))
     yield from scaled
     lobes = abs(a["side lobes"][2] - b["side lobes"][2])
     if a["peaks"] != b["peaks"]:
@@ -363,24 +363,24 @@ def _sound_causes(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[
             yield "mel scale", f"{scales[0]} in the baseline, {scales[1]} in the candidate"
         else:
             cause = "frequency range" if lobes < 0.4 else "FFT length" if lobes < 3 else "window"
-            yield cause, f"tones of {_TONES} Hz are in other bins: {both('peaks')}"
+            yield cause, f"tones of {_TONES} Hz are in other bins: {sides('peaks')}"
         return
     tilt = abs(a["tilt"] - b["tilt"])
     if tilt > 0.3:
         yield ("preemphasis" if tilt > 3 else "filter norm"), "white noise rises or falls otherwise over the bins"
     elif lobes > 0.2 and not scaled:
-        yield "window", f"side lobes of a tone are {both('side lobes')} halvings lower"
+        yield "window", f"side lobes of a tone are {sides('side lobes')} halvings lower"
 
 
-def _scale_causes(a: Mapping[str, Any], b: Mapping[str, Any], both: Callable[[str], str]) -> Iterator[tuple[str, str]]:
+def _scale_causes(a: Mapping[str, Any], b: Mapping[str, Any], sides: Callable[[str], str]) -> Iterator[tuple[str, str]]:
     name = "of half amplitude"
     if not np.isclose(a[name], b[name], rtol=0.02):
         ratio = max(a[name] / b[name], b[name] / a[name])
         # Decibel and natural logarithm against that to the base of ten, without and with Whisper's division by 4.
         cause = next((words for one, words in _RATIOS.items() if np.isclose(ratio, one, rtol=0.02)), "scaling")
-        yield cause, f"twice the amplitude adds {both(name)}"
+        yield cause, f"twice the amplitude adds {sides(name)}"
     elif not np.isclose(a["silence"], b["silence"], rtol=0.02, atol=0.02):
-        yield "log floor", f"silence is {both('silence')}"
+        yield "log floor", f"silence is {sides('silence')}"
 
 
 _RATIOS = {2.0: "power", 2.3026: "log", 9.21: "log", 10.0: "log", 40.0: "log", 4.343: "log"}

@@ -249,11 +249,11 @@ class Journaled:
     """The steps in a ring."""
 
     def __init__(self, ring: LeftRing, frames: Sequence[tuple[int, int, bytes]]) -> None:
-        found: dict[int, _Record] = {}
+        records: dict[int, _Record] = {}
         for _, kind, said in frames:
             if kind == journal.RECORD:
                 record = _record(said)
-                found[record.position] = record
+                records[record.position] = record
         at = ring.last
         while at > ring.tails[1]:
             position = at - 1
@@ -264,9 +264,9 @@ class Journaled:
                 break
             if record.position != position or record.before >= at:
                 break
-            found[position] = record
+            records[position] = record
             at = record.before
-        self._records = [found[position] for position in sorted(found)]
+        self._records = [records[position] for position in sorted(records)]
 
     def steps(self) -> Iterator[JournaledStep]:
         """Yield the steps in the order in which they ended; first those that ended."""

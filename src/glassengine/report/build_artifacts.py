@@ -43,7 +43,7 @@ def network_text(network: Network, backend: str, sites: Mapping[str, Sequence[st
         ]
     for layer in network.layers:
         lines.append("")
-        lines.append(f"# layer {layer.name}" + _where(layer.nodes, layer.name, sites))
+        lines.append(f"# layer {layer.name}" + _place(layer.nodes, layer.name, sites))
         lines += [f"#   {_described(tensor)}" for tensor in layer.outputs if tensor.dtype or tensor.shape]
         results = ", ".join(_identifier(tensor.name) for tensor in layer.outputs) or "_"
         arguments = [_identifier(name) if name else "None" for name in layer.inputs]
@@ -75,7 +75,7 @@ def plugin_text(custom: Sequence[Layer], network: Network, sites: Mapping[str, S
 
 
 def _plugin_lines(layer: Layer, sites: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    yield f"{layer.name}: {layer.operation}{_where(layer.nodes, layer.name, sites)}"
+    yield f"{layer.name}: {layer.operation}{_place(layer.nodes, layer.name, sites)}"
     for name in layer.inputs:
         yield f"  input   {name or '(none)'}"
     for tensor in layer.outputs:
@@ -84,7 +84,7 @@ def _plugin_lines(layer: Layer, sites: Mapping[str, Sequence[str]]) -> Iterator[
         yield f"  {key} = {_short(value)}"
 
 
-def _where(nodes: Iterable[str], name: str, sites: Mapping[str, Sequence[str]]) -> str:
+def _place(nodes: Iterable[str], name: str, sites: Mapping[str, Sequence[str]]) -> str:
     """Return the nodes of a layer, where they are not its name, with their sites."""
     parts = []
     for node in nodes:

@@ -83,7 +83,7 @@ def _tensor(result: Comparison, site: str, pairs: Sequence[Pair]) -> Iterator[st
     yield f"{site}: {worst[0].verdict}: {_VERDICTS[worst[0].verdict]}"
     origins = [origin for origin in result.origins if origin.site == site or site in origin.also_at]
     for pair in worst[:_MAX_PAIRS]:
-        yield f"  {_where(pair)}: {pair.verdict}, judged by {words.judged_by(pair.judged_by)}, paired by {pair.method}"
+        yield f"  {_place(pair)}: {pair.verdict}, judged by {words.judged_by(pair.judged_by)}, paired by {pair.method}"
         yield from (f"    {line}" for line in _numbers(pair))
         if pair.inherited:
             yield f"    passed on: {_from_where(result, pair)}"
@@ -93,7 +93,7 @@ def _tensor(result: Comparison, site: str, pairs: Sequence[Pair]) -> Iterator[st
         yield from (f"  {line}" for line in _origin(origin))
 
 
-def _where(pair: Pair) -> str:
+def _place(pair: Pair) -> str:
     level = words.level(pair.level or "")
     parts = [level, pair.case, f"step {pair.step}", f"rank {pair.rank}" if pair.rank else None]
     return ", ".join(part for part in parts if part)

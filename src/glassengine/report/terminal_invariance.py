@@ -28,7 +28,7 @@ def invariance(result: Invariance) -> RenderableType:
         ratio = "" if one.noise_ratio is None else f"{one.noise_ratio:.2g}"
         verdict = Text(one.verdict, _STYLES[one.verdict])
         table.add_row(one.what, verdict, str(one.num_variants), str(one.num_different), difference, ratio, tokens)
-    lines = [line for one in result.changes if one.verdict != "bitwise" or one.notes for line in _found(one)]
+    lines = [line for one in result.changes if one.verdict != "bitwise" or one.notes for line in _finding(one)]
     if result.subsystem is not None:
         lines.append(Text(f"\ntogether: {result.subsystem}"))
     own = result.environment
@@ -36,7 +36,7 @@ def invariance(result: Invariance) -> RenderableType:
     return Screen(head, table, *lines, Text(f"\non {machine}: bits are those of this machine alone", style="dim"))
 
 
-def _found(one: Variation) -> Iterator[Text]:
+def _finding(one: Variation) -> Iterator[Text]:
     yield Text(f"\n{one.what}: {one.variant or one.reason}", style="bold")
     if one.first is not None:
         begins = "the difference begins in" if one.first.inputs_equal else "the first difference is seen in"

@@ -139,7 +139,7 @@ def _runs(gap: Gap) -> Iterator[dict[str, Any]]:
     """Yield the changes that need a run of the model each."""
     trainer = gap.trainer
     yield from ({"tokens": how} for how in TOKENS if trainer.is_possible(gap.samples, how))
-    yield from ({"weights": name} for name in trainer.others)
+    yield from ({"weights": name} for name in trainer.other_weights)
     yield from ({"config": one} for one in configurations(trainer.module))
     yield from ({"quantized": how} for how in ("fp8", "int8", "int4"))
     for dtype in ("bfloat16", "float16"):

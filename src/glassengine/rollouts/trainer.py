@@ -25,13 +25,13 @@ class Trainer:
 
     Args:
         module: The model; it is left as it is.
-        others: Name -> weights of other steps.
+        other_weights: Name -> weights of other steps.
 
     Raises:
         UsageError: It is something else.
     """
 
-    def __init__(self, module: Any, others: Mapping[str, Callable[[], Mapping[str, Tensor]]]) -> None:
+    def __init__(self, module: Any, other_weights: Mapping[str, Callable[[], Mapping[str, Tensor]]]) -> None:
         config = getattr(module, "config", None)
         head = getattr(module, "get_output_embeddings", lambda: None)()
         if config is None or head is None or not hasattr(module, "set_attn_implementation"):
@@ -40,7 +40,7 @@ class Trainer:
                 got=type(module).__name__,
                 expected="a directory or id of Hugging Face, or a function that returns such a model",
             )
-        self.module, self.config, self.others = module, config.get_text_config(decoder=True), others
+        self.module, self.config, self.other_weights = module, config.get_text_config(decoder=True), other_weights
         self.vocab_size = int(self.config.vocab_size)
         self.dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
         self.gates = _gates(module)
@@ -151,7 +151,7 @@ class Trainer:
                 del self._copies[next(iter(self._copies))]
             module = copy.deepcopy(self.module)
             if settings.weights != "own":
-                module.load_state_dict(self.others[settings.weights](), strict=False)
+                module.load_state_dict(self.other_weights[settings.weights](), strict=False)
             if settings.quantized is not None:
                 _quantize(module, settings.quantized)
             if settings.dtype == "float64" and self.gates and hasattr(module, "set_experts_implementation"):

@@ -106,7 +106,7 @@ def find(url: str) -> ObjectFacts | None:
     """
     found = None
     with _store(url) as (store, path), contextlib.suppress(FileNotFoundError):
-        found = _found(url, store.info(path))
+        found = _facts(url, store.info(path))
     return found
 
 
@@ -150,7 +150,7 @@ def listed(url: str) -> list[ObjectFacts]:
         name = posixpath.basename(item["name"].rstrip("/") if is_directory else item["name"])
         if name in ("", ".", "..") or any(sign in name for sign in "/\\\0") or len(name) > 255:
             raise CorruptError("object name is not a valid file name", got=f"{url}: {name[:100]!r}")
-        found.append(_found(f"{url}/{name}", item))
+        found.append(_facts(f"{url}/{name}", item))
     return sorted(found, key=lambda item: item.url)
 
 
@@ -242,7 +242,7 @@ def in_parallel(function: Callable[[Item], Result], items: Sequence[Item]) -> li
         return list(pool.map(function, items))
 
 
-def _found(url: str, info: dict[str, Any]) -> ObjectFacts:
+def _facts(url: str, info: dict[str, Any]) -> ObjectFacts:
     version = next((f"{key.lower()}={_text(info[key])}" for key in _VERSIONS if info.get(key) is not None), "")
     return ObjectFacts(url, int(info.get("size") or 0), version, info.get("type") == _DIRECTORY)
 
@@ -383,7 +383,7 @@ class ObjectFile(io.RawIOBase):
 
     def __init__(self, found: ObjectFacts) -> None:
         self.size = found.size
-        self._found = found
+        self._facts = found
         self._position = 0
 
     def readable(self) -> bool:
@@ -406,7 +406,7 @@ class ObjectFile(io.RawIOBase):
         if not view or self._position >= self.size:
             return 0
         number, offset = divmod(self._position, BLOCK_BYTES)
-        data = memoryview(_block(self._found, number))[offset : offset + len(view)]
+        data = memoryview(_block(self._facts, number))[offset : offset + len(view)]
         view[: len(data)] = data
         self._position += len(data)
         return len(data)

@@ -100,7 +100,7 @@ class _Child:
             send(process.stdin, request)
             return receive(process.stdout)
         self._end(process)
-        return Died(_how(process.returncode))
+        return Died(_ending(process.returncode))
 
     def kill(self, *, for_good: bool = False) -> None:
         with self._lock:
@@ -122,7 +122,7 @@ class _Child:
                     file.close()
 
 
-def _how(status: int) -> str:
+def _ending(status: int) -> str:
     if status >= 0:
         return f"ended with status {status}"
     with contextlib.suppress(ValueError):

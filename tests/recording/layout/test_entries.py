@@ -99,7 +99,7 @@ def test_entries_are_a_sequence(tmp_path: Path) -> None:
     with pytest.raises(IndexError):
         entries[6]
     assert entries != every[:5] and every[2] in entries and entries.of_step(1) == list(every[2:4])
-    only = entries.where(lambda site: site == "m.1")
+    only = entries.filtered(lambda site: site == "m.1")
     assert [entry.step for entry in only] == [0, 1, 2] and only[0] == every[1]
     assert entries.steps_of("m.0", 0) == [0, 1, 2] and entries.steps_of("m.0", 1) == []
 

@@ -121,13 +121,13 @@ class ModuleNames:
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
-        found: dict[nn.Module, list[str]] = defaultdict(list)
+        paths_of: dict[nn.Module, list[str]] = defaultdict(list)
         self._holders: dict[str, nn.Module] = {}
         wrapped = {root}
         wrapped_by: dict[nn.Module, nn.Module] = {}
         for path, module in _walk(root):
-            if path not in found[module]:
-                found[module].append(path)
+            if path not in paths_of[module]:
+                paths_of[module].append(path)
             inner = _wrapped(module)
             if inner is not None:
                 wrapped_by[module] = inner
@@ -139,7 +139,7 @@ class ModuleNames:
         inner_ones = set(wrapped_by.values())
         self.known = {
             module: KnownModule(module, paths, module in wrapped, wrapped_by.get(module), module in inner_ones)
-            for module, paths in found.items()
+            for module, paths in paths_of.items()
         }
         self._logs: list[_AccessLog] = []
         # Names by which shared modules were looked up and not called yet; those that never are are forgotten.

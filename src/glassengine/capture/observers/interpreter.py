@@ -141,7 +141,7 @@ def _run(
     rank: int,
     program: Program,
     inputs: Mapping[str, torch.Tensor],
-    found: dict[str, torch.Tensor],
+    observed: dict[str, torch.Tensor],
     observer: RankObserver | None,
 ) -> Any:
     given = {port.node: inputs[port.name] for port in program.inputs} | program.weights()
@@ -167,6 +167,6 @@ def _run(
                 observer(rank, node, value)
         else:
             by_output = {spec.arg.name: values[item] for spec, item in zip(specs, node.args[0], strict=True)}
-            found.update({name: by_output[own] for name, own in program.output_nodes.items()})
+            observed.update({name: by_output[own] for name, own in program.output_nodes.items()})
         for item in gone.get(node, ()):
             del values[item]

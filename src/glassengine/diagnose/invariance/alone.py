@@ -77,7 +77,7 @@ def _wide(op: TracedOp) -> list[Tensor] | None:
     """Return the results of an operation in float64; None where it has no such kernel."""
     leaves = [one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for one in op.leaves]
     try:
-        return op.again(leaves)
+        return op.rerun(leaves)
     except Exception:  # an operation refuses dtypes in ways of its own
         return None
 

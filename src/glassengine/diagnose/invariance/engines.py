@@ -128,12 +128,12 @@ class EngineSubject(InvarianceSubject):
             ops += self._ops(engine, len(results) - 1, session.debug_buffers)
         return results, ops
 
-    def _ops(self, engine: LoadedEngine, call: int, found: Mapping[str, Tensor]) -> list[TracedOp]:
+    def _ops(self, engine: LoadedEngine, call: int, outputs: Mapping[str, Tensor]) -> list[TracedOp]:
         """Return the added outputs of a call, in the order of the program."""
-        added = {one.site: one.name for one in engine.added_outputs.values() if one.name in found}
+        added = {one.site: one.name for one in engine.added_outputs.values() if one.name in outputs}
         sites = [site for site in engine.sites if site.name in added]
         return [
-            TracedOp(call, site.name, site.op, _line(site.source), 0, outputs=[found[added[site.name]].clone()])
+            TracedOp(call, site.name, site.op, _line(site.source), 0, outputs=[outputs[added[site.name]].clone()])
             for site in sites
         ]
 

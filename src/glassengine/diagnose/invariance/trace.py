@@ -70,7 +70,7 @@ class TracedOp:
         given |= {one.name: value for one, value in zip(known, args, strict=False)} | kwargs
         return {name: value for name, value in given.items() if isinstance(value, float | str)}
 
-    def again(self, leaves: Sequence[Any] | None = None) -> list[Tensor]:
+    def rerun(self, leaves: Sequence[Any] | None = None) -> list[Tensor]:
         """Run it once more by itself on its inputs, or on others, and return its results."""
         given = [one.clone() if isinstance(one, Tensor) else one for one in (leaves or self.leaves)]
         args, kwargs = pytree.tree_unflatten(given, self.spec)

@@ -55,7 +55,7 @@ def judge_alike(climb: Climb, progress: Progress) -> str | None:
     for name in _coarser(climb.program):
         progress(Work.JUDGING.says(f"judging again, as if products were summed in {name}"))
         climb.accumulation = ACCUMULATIONS[name]
-        climb.scores = [_again(score, climb.accumulation) for score in first]
+        climb.scores = [_empty_copy(score, climb.accumulation) for score in first]
         judge(climb, climb.scores)
         left = {score.side.level: _products(climb.program, score) for score in climb.scores}
         if not any(left[one.score.side.level].flagged & one.flagged for one in suspects):
@@ -82,7 +82,7 @@ def _coarser(program: Program) -> list[str]:
     return [own] if own in ("bfloat16", "float16") else ["tf32", "float16", "bfloat16"]
 
 
-def _again(score: Score, accumulation: Accumulation) -> Score:
+def _empty_copy(score: Score, accumulation: Accumulation) -> Score:
     """Return a score of the same side that knows nothing yet."""
     _sum_by(score, accumulation)
     return score.fresh()

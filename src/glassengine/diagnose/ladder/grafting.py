@@ -51,14 +51,14 @@ def until_clean(request: CheckRequest, check: Callable[[CheckRequest], Compariso
     # The module as it is shows fewer tensors: its origin may only pass on what the program shows once it is grafted.
     found = [one for one in found if one.level == Place.CANDIDATE] or found
     later = [one for one in found if one.site not in {origin.site for origin in first.origins}]
-    return with_grafts(first, later, _told(found, result, rounds, why))
+    return with_grafts(first, later, _summary(found, result, rounds, why))
 
 
 def _is_mistake(one: Divergence, policy: Policy) -> bool:
     return one.level in (Place.CANDIDATE, Place.UNTOUCHED) and policy.fails(one.verdict)
 
 
-def _told(found: list[Divergence], last: Comparison, rounds: int, why: str | None) -> str:
+def _summary(found: list[Divergence], last: Comparison, rounds: int, why: str | None) -> str:
     if not found:
         return "grafting: no op of the candidate's program is wrong, so that nothing was grafted"
     names = list(dict.fromkeys(one.site for one in found))

@@ -61,11 +61,11 @@ def explained(
     if named is not None:
         return [*(one for one in found if one.level != "backward"), named]  # it explains every gradient
 
-    def told(one: Divergence) -> Divergence:
+    def as_hint(one: Divergence) -> Divergence:
         begin = begins.get(id(one))
         return one if begin is None else replace(one, hints=tuple(_of_backward(hint, begin) for hint in one.hints))
 
-    return [told(one) for one in found]
+    return [as_hint(one) for one in found]
 
 
 def _named(
@@ -78,9 +78,9 @@ def _named(
 ) -> Divergence | None:
     """Return the first wrong op of a backward with its mistake, in the lines of the forward; None if it has none."""
     program, theirs = programs
-    own = {pair.candidate.node: node for node, pair in pairs.items()}
+    baseline_nodes = {pair.candidate.node: node for node, pair in pairs.items()}
     cut = [node for node in theirs.graph.nodes if node.target is _DETACH and not _is_copy(node)]
-    detached = {own.get(user.name) for node in cut for user in node.users}
+    detached = {baseline_nodes.get(user.name) for node in cut for user in node.users}
     order = {node: place for place, node in enumerate(program.graph.nodes)}
     forward = [node for node in order if node.op == "call_function" and not is_backward(_label(program, node))]
     reads = [(source, reader) for reader in forward for source in reader.all_input_nodes]

@@ -100,11 +100,11 @@ class Exclusions:
     def __init__(self, sources: Sequence[Source], again: Again) -> None:
         self._followed = [Followed(source, again if source.lane == EXACT else None) for source in sources]
 
-    def carry(self, node: Node, others: Mapping[ExemptionReason, Any]) -> None:
+    def carry(self, node: Node, values: Mapping[ExemptionReason, Any]) -> None:
         """Take over, for an input that is a cache, what `carried` returned in the step before."""
         for one in self._followed:
-            if one.source.kind in others:
-                one.perturbed[node] = others[one.source.kind]
+            if one.source.kind in values:
+                one.perturbed[node] = values[one.source.kind]
 
     def carried(self, node: Node) -> dict[ExemptionReason, Any]:
         """Return the other values of a node, by reason."""
@@ -129,13 +129,13 @@ class Exclusions:
             real: Bool mask of the elements other than padding; None if all are.
             dtype: In which it is rounded.
         """
-        found: dict[ExemptionReason, Tensor] = {} if real is None else {PADDING: ~real}
-        found |= {one.source.kind: mask for one in self._followed if (mask := one.of(node, values, dtype)) is not None}
+        masks: dict[ExemptionReason, Tensor] = {} if real is None else {PADDING: ~real}
+        masks |= {one.source.kind: mask for one in self._followed if (mask := one.of(node, values, dtype)) is not None}
         valid: Tensor | None = None
-        for reason, mask in found.items():
+        for reason, mask in masks.items():
             if reason not in CHOICES:
                 valid = ~mask if valid is None else valid & ~mask
-        return Excluded(found, valid, found.get(TIES))
+        return Excluded(masks, valid, masks.get(TIES))
 
     def force(self, node: Node) -> None:
         """Take note that the value of a node is now the one that a candidate chose."""

@@ -49,18 +49,18 @@ def pair_sites(baseline: Program, candidate: Program) -> tuple[list[SitePair], l
     """Return (pairs, op sites only in the baseline, op sites only in the candidate), in graph order."""
     left, right = _by_call(baseline), _by_call(candidate)
     nodes = ({n.name: n for n in baseline.graph.nodes}, {n.name: n for n in candidate.graph.nodes})
-    found: dict[str, SitePair] = {}
+    by_node: dict[str, SitePair] = {}
     for call, ours in left.items():
         theirs = right.get(call, [])
         for a, b in _align(ours, theirs, nodes):
             method = "name+fingerprint" if a.fingerprint == b.fingerprint else "name"
-            found[a.name] = SitePair(a, b, method, difference(nodes[0][a.node], nodes[1][b.node]))
-    _pair_outputs(baseline, candidate, nodes, found)
-    _pair_by_consumer(baseline, candidate, nodes, found)
-    taken = {pair.candidate.name for pair in found.values()}
+            by_node[a.name] = SitePair(a, b, method, difference(nodes[0][a.node], nodes[1][b.node]))
+    _pair_outputs(baseline, candidate, nodes, by_node)
+    _pair_by_consumer(baseline, candidate, nodes, by_node)
+    taken = {pair.candidate.name for pair in by_node.values()}
     ops = [site for site in baseline.sites if site.kind == "op"]
-    pairs = [found[site.name] for site in ops if site.name in found]
-    only_left = [site for site in ops if site.name not in found]
+    pairs = [by_node[site.name] for site in ops if site.name in by_node]
+    only_left = [site for site in ops if site.name not in by_node]
     only_right = [site for site in candidate.sites if site.kind == "op" and site.name not in taken]
     return pairs, only_left, only_right
 

@@ -130,7 +130,7 @@ class MistakeSearch:
             return None
         # Its other readers would be wrong as well, which is not known.
         inside = {op.name for op in trial.ops}
-        own = self._own.get(place.name)
+        own = self._nodes.get(place.name)
         is_read_elsewhere = own is not None and any(user.name not in inside for user in own.users)
         return None if is_read_elsewhere else place.name
 
@@ -144,7 +144,7 @@ class MistakeSearch:
         return [] if question is None else differences(question)
 
     @cached_property
-    def _own(self) -> dict[str, Node]:
+    def _nodes(self) -> dict[str, Node]:
         """The baseline's nodes by name."""
         return {node.name: node for node in self.program.graph.nodes}
 
@@ -196,7 +196,7 @@ class MistakeSearch:
             valid = valid if valid is None or valid.shape != actual.shape else torch.stack([valid, valid], -1)
             actual = real_parts(actual)
         right, program = trial.right, self.program
-        theirs, others = self._theirs(node), self._others(node, trial)
+        theirs, others = self._theirs(node), self._other_values(node, trial)
         held = self._held(theirs)
         their_weights = {} if self.candidate is None else {n: self.candidate.weights()[own] for own, n in held.items()}
         labels = {short(self._site(name), self._site(node.name)): name for name in others}
@@ -214,7 +214,7 @@ class MistakeSearch:
             their_weights=their_weights,
             full={n.name: full[n.name] for n in trial.inputs if n.name in full},
             model={full[name]: tensor for name, tensor in program.weights().items()},
-            named=self._own,
+            named=self._nodes,
             is_another=self._is_another(node),
             native=in_its_dtype(piece, actual),
             held=held,
@@ -276,7 +276,7 @@ class MistakeSearch:
         names = self.program.weight_names()
         inside = {}
         for name in (op.name for op in [*trial.inputs, *trial.ops]):
-            origin = origin_of(self._own[name]).name if name in self._own else name
+            origin = origin_of(self._nodes[name]).name if name in self._nodes else name
             inside[name] = of_weight(self._site(origin)) if origin in names else short(self._site(name), site)
         return inside
 
@@ -288,28 +288,28 @@ class MistakeSearch:
         ops = [site.name for site in sites if site.kind == "op"]
         return ops[0] if ops else sites[0].name if sites else name
 
-    def _others(self, node: Node, trial: Trial) -> dict[str, torch.Tensor]:
+    def _other_values(self, node: Node, trial: Trial) -> dict[str, torch.Tensor]:
         """Return what else of this shape could have been read, by node: what the candidate reads, then the nearest."""
         shapes = {tuple(value.shape) for n in trial.inputs if isinstance(value := trial.values[n], torch.Tensor)}
         shapes.add(tuple(trial.right.shape))
         inside = {op.name for op in trial.ops}
-        below = {one.name for one in down([one for one in self._own.values() if one.name in inside])}
+        below = {one.name for one in down([one for one in self._nodes.values() if one.name in inside])}
         # What is made of the piece's own tensors has the mistake, and explains nothing.
         left_out = {*(n.name for n in trial.inputs), *inside, *below}
-        found: dict[str, torch.Tensor] = {}
+        values: dict[str, torch.Tensor] = {}
         for name, value in itertools.chain(self._read_there(node), self._nearest(node)):
             if (
-                name in found
+                name in values
                 or name in left_out
                 or not isinstance(value, torch.Tensor)
                 or tuple(value.shape) not in shapes
             ):
                 continue
-            if len(found) == _MOST_OTHERS:
+            if len(values) == _MOST_OTHERS:
                 break
             if value.numel() <= _LARGEST_OTHER:
-                found[name] = value.detach()
-        return found
+                values[name] = value.detach()
+        return values
 
     def _read_there(self, node: Node) -> Iterator[tuple[str, Any]]:
         """Yield the counterparts of what the candidate's ops of a region read."""
@@ -321,8 +321,8 @@ class MistakeSearch:
 
     def _nearest(self, node: Node) -> Iterator[tuple[str, Any]]:
         """Yield what was made before a node and what is given, by how far from it that is made or first read."""
-        order = {name: place for place, name in enumerate(self._own)}
-        given = [one for one in self._own.values() if one.op == "placeholder"]
+        order = {name: place for place, name in enumerate(self._nodes)}
+        given = [one for one in self._nodes.values() if one.op == "placeholder"]
         first = {one.name: min((order[user.name] for user in one.users), default=0) for one in given}
         places = {name: first.get(name, order.get(name, 0)) for name in self._known}
         here = order[node.name]

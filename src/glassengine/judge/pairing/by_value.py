@@ -88,11 +88,11 @@ class Counterparts:
         explained = self._explained()
         for place in passed:
             node = nodes[place]
-            if not self._is_number(node) or node.name in self._known.found:
+            if not self._is_number(node) or node.name in self._known.counterparts:
                 continue
             predicted = self._known.predictions.values[node.name]
             apart = explained.get(node.name)
-            is_asked = not passes_on(origin_of(node, self._known.found))
+            is_asked = not passes_on(origin_of(node, self._known.counterparts))
             if passes_on(node) and (apart is not None or is_asked):
                 # What makes its values was asked before.
                 continue
@@ -106,7 +106,7 @@ class Counterparts:
                 start = min(self._places[other.name] for other, _ in found)
                 for later in nodes[start:]:
                     self._known.take_back(later)
-                self._known.tensors.taken = {seen.name for seen in self._known.found.values()}
+                self._known.tensors.taken = {seen.name for seen in self._known.counterparts.values()}
                 self._wrong |= {other.name: seen for other, seen in found}
                 return start
             for other, seen in found:
@@ -164,7 +164,7 @@ class Counterparts:
     def _is_as_its_source(self, node: Node, predicted: Values) -> bool:
         """Whether a view is the counterpart of what it views: the candidate made the tensor in this shape at once."""
         source = node.args[0] if passes_on(node) and node.args else None
-        known = self._known.found.get(source.name) if isinstance(source, Node) else None
+        known = self._known.counterparts.get(source.name) if isinstance(source, Node) else None
         return known is not None and self._apart(node, CandidateTensor(known.name), predicted) is not None
 
     def _apart(self, node: Node, seen: CandidateTensor, predicted: Values) -> float | None:
@@ -189,13 +189,13 @@ class Counterparts:
 
     def _same_choice(self, node: Node, predicted: Values) -> CandidateTensor | None:
         """Return the counterpart of integers or a mask: too alike for their values alone to say which is which."""
-        names = {name: seen.name for name, seen in self._known.found.items()}
+        names = {name: seen.name for name, seen in self._known.counterparts.items()}
         same, proposed = self._known.same_op(node), self._known.proposal(node)
         sibling = sibling_of(node, names, self._known.tensors.nodes)
         is_arranged = any(
-            self._known.found[source.name].how is not None
+            self._known.counterparts[source.name].how is not None
             for source in node.all_input_nodes
-            if source.name in self._known.found
+            if source.name in self._known.counterparts
         )
         if is_arranged:
             # A choice among tensors of other dimensions has others, too: its own are not evidence.

@@ -125,7 +125,7 @@ class WrongTensorSearch:
         pairs = self._pairs
         for op, other in partners_of(node):
             known = pairs.predictions.values
-            if other.name in pairs.found or other.name not in known or not other.meta["val"].is_floating_point():
+            if other.name in pairs.counterparts or other.name not in known or not other.meta["val"].is_floating_point():
                 continue
             if pairs.order[other.name] > pairs.order[node.name] or traits_of(op).rounding is Rounding.POINTWISE:
                 # Any two terms make their sum.
@@ -173,7 +173,7 @@ class WrongTensorSearch:
             return
         yield from filter(None, [proposed])
         yield from tensors.near(predicted, _NEAR, pairs.hows())[:_MOST_NEAR]
-        inputs = [pairs.found[source.name].name for source in region_of(node, pairs.found)[1]]
+        inputs = [pairs.counterparts[source.name].name for source in region_of(node, pairs.counterparts)[1]]
         names = [name for name in self._read_with_weights(node) if name not in tensors.taken or name in inputs]
         last = max((tensors.order[name] for name in inputs), default=0)
         behind = [
@@ -235,7 +235,7 @@ class WrongTensorSearch:
         made_of = sum(1 << tensors.order[seen.name] for seen in instead)
         for index, node in enumerate(below):
             if not instead and node.name in pairs.agreeing:
-                yield index, pairs.found[node.name]
+                yield index, pairs.counterparts[node.name]
                 continue
             self._num_tried += 1
             try:
@@ -251,7 +251,7 @@ class WrongTensorSearch:
             if instead and not is_telling(predicted):
                 continue
             close = pairs.close(node, predicted, instead, beside_padding=padded)
-            known = pairs.found.get(node.name)
+            known = pairs.counterparts.get(node.name)
             if known is not None and pairs.is_near(node, known, predicted):
                 close.append(known)  # a result, say, which has its counterpart with any values
             found = next((seen for seen in close if tensors.ancestors[seen.name] & made_of == made_of), None)

@@ -55,7 +55,7 @@ class ProgramPairs:
         predictions: Of the baseline's nodes.
         weights: Weights that are the same.
         results: Node of a result -> the candidate's node of that result.
-        found: Baseline node -> the candidate's tensor, arranged.
+        counterparts: Baseline node -> the candidate's tensor, arranged.
         agreeing: Baseline nodes whose counterparts are what was predicted -> how far from that, in unit roundoffs.
         pairs: Baseline node -> pair.
     """
@@ -71,8 +71,8 @@ class ProgramPairs:
         self._ports = ports(baseline), ports(candidate)
         self._made_of = ancestors_of(baseline)
         self._roundoff: dict[str, float] = {}
-        self.found: dict[str, CandidateTensor] = {}
-        self.predictions.counterparts = self.found
+        self.counterparts: dict[str, CandidateTensor] = {}
+        self.predictions.counterparts = self.counterparts
         self.agreeing: dict[str, float] = {}
         self.pairs: dict[str, SitePair] = {}
 
@@ -82,7 +82,9 @@ class ProgramPairs:
         if node.target != theirs.target:
             return False
         names = {
-            source.name: self.found[source.name].name for source in node.all_input_nodes if source.name in self.found
+            source.name: self.counterparts[source.name].name
+            for source in node.all_input_nodes
+            if source.name in self.counterparts
         }
         return reads_the_same(node, theirs, names, self._ports) and self.weights.agree(node, theirs)
 
@@ -96,7 +98,7 @@ class ProgramPairs:
         names: dict[str, None] = {}
         proposed = self.proposal(node)
         for source in node.all_input_nodes:
-            known = self.found.get(source.name)
+            known = self.counterparts.get(source.name)
             theirs = self.tensors.all_nodes.get(known.name) if known is not None else None
             if source.op == "placeholder":
                 theirs = self.tensors.inputs.get(self._ports[0].get(source.name, ""))
@@ -153,7 +155,8 @@ class ProgramPairs:
         own = node.meta["val"].dtype
         coarser = rounded_to(node)
         proposed = self.proposal(node)
-        inputs = [self.found[source.name].name for source in node.all_input_nodes if source.name in self.found]
+        names = [source.name for source in node.all_input_nodes]
+        inputs = [self.counterparts[name].name for name in names if name in self.counterparts]
         made_of = 0
         for name in [*inputs, *(seen.name for seen in instead)]:
             made_of |= self.tensors.ancestors[name]
@@ -193,7 +196,7 @@ class ProgramPairs:
         ours, theirs = _op_site(self._baseline, node.name), _op_site(self._candidate, seen.name)
         if ours is None or theirs is None or seen.name not in self.tensors.nodes:
             return
-        self.found[node.name] = seen
+        self.counterparts[node.name] = seen
         self.tensors.taken.add(seen.name)
         own: torch.dtype = node.meta["val"].dtype
         self.predictions.values[node.name] = [in_kind(value, own) for value in self.tensors.values(seen)]
@@ -210,7 +213,7 @@ class ProgramPairs:
 
     def take_back(self, node: Node) -> None:
         """Forget what is known of a node; `tensors.taken` is left to the caller."""
-        self.found.pop(node.name, None)
+        self.counterparts.pop(node.name, None)
         self.pairs.pop(node.name, None)
         self.predictions.values.pop(node.name, None)
         self._roundoff.pop(node.name, None)
@@ -228,7 +231,7 @@ class ProgramPairs:
 
     def hows(self) -> list[Arrangement]:
         """Return the arrangements of the tensors found so far, the most frequent first."""
-        counts = Counter(seen.how for seen in self.found.values() if seen.how is not None)
+        counts = Counter(seen.how for seen in self.counterparts.values() if seen.how is not None)
         return [how for how, _ in counts.most_common()]
 
     def is_near(self, node: Node, seen: CandidateTensor, predicted: Values) -> bool:

@@ -60,7 +60,7 @@ def compare_paired_weights(baseline: Program, candidate: Program, pairs: Mapping
         if known is not None:
             text = f"{read.own}: tied to {known.own} in the baseline only, and not its values"
         else:
-            text = _told(read, ours, theirs[read.own]) if len(different) < _MOST_TOLD else read.name
+            text = _words(read, ours, theirs[read.own]) if len(different) < _MOST_TOLD else read.name
         different.setdefault(read.name, text)
     found = WeightsComparison(len(compared), tuple(different), (), ())
     return replace(found, how=tuple(different.values()))
@@ -79,13 +79,13 @@ def states_alike(baseline: Program, candidate: Program) -> dict[str, torch.Tenso
         The candidate's tensors by placeholder of `baseline`.
     """
     ours, theirs = _buffers(baseline), _buffers(candidate)
-    found = {}
+    states = {}
     for node, own in ours.items():
         alike = [(_distance(own, other), name) for name, other in theirs.items()]
         distance, name = min(alike, default=(math.inf, ""))
         if 0 < distance <= _ROUNDINGS * unit_roundoff(own.dtype):
-            found[node] = theirs[name]
-    return found
+            states[node] = theirs[name]
+    return states
 
 
 def _buffers(program: Program) -> dict[str, torch.Tensor]:
@@ -102,7 +102,7 @@ def _distance(own: torch.Tensor, other: torch.Tensor) -> float:
     return 0.0 if apart == 0 else float(apart / size)
 
 
-def _told(read: _Read, ours: Mapping[str, torch.Tensor], theirs: torch.Tensor) -> str:
+def _words(read: _Read, ours: Mapping[str, torch.Tensor], theirs: torch.Tensor) -> str:
     own = ours[read.name].detach().double()
     held = theirs.detach().double()
     if held.shape != own.shape and held.dim() == 2 and held.T.shape == own.shape:

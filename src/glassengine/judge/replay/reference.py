@@ -228,7 +228,7 @@ class ReferenceRun:
         sources = sources_of(self._hidden.places if self._program.layout is None else None)
         self._exactness.begin_step()
         self._hidden.begin_step()
-        exclusions = Exclusions(sources, partial(self._again, env))
+        exclusions = Exclusions(sources, partial(self._recomputed, env))
         names = {port.node: port.name for port in self._program.inputs}
         for node in self._program.graph.nodes:
             if node.op == "placeholder":
@@ -363,7 +363,7 @@ class ReferenceRun:
         own = kept.dtype if isinstance(kept, torch.Tensor) else value.dtype
         return keeps_whole_numbers(node, args, kwargs, value, self._exactness.unit(traits_of(node), own))
 
-    def _again(self, env: Mapping[Node, list[Any]], node: Node, other_values: Mapping[Node, Any]) -> Any:
+    def _recomputed(self, env: Mapping[Node, list[Any]], node: Node, other_values: Mapping[Node, Any]) -> Any:
         """Compute the exact lane of a node once more, from other values of what it reads."""
         written = self._in_double[node]
         args, kwargs = torch.fx.node.map_arg(

@@ -160,7 +160,7 @@ class Replay:
         candidate: torch.Tensor,
         valid: torch.Tensor | None,
         known: KnownValues = NOTHING,
-        own: Callable[[Node], Piece | None] | None = None,
+        piece_of: Callable[[Node], Piece | None] | None = None,
         native: torch.Tensor | None = None,
     ) -> ReplayedTensor | None:
         """Judge what the piece that ends in `node` introduced; None where its inputs are not known. See `Claim`.
@@ -170,7 +170,7 @@ class Replay:
         if self._segments is not None and (self._cut is Cut.SEGMENT or self._values.lacks_inputs(node)):
             found = self._segments.expected(node, candidate)
             return None if found is None else found[0].replayed(found[1])
-        claim = Claim(node, candidate.to(self._rounded.get(node.name, candidate.dtype)), valid, known, own)
+        claim = Claim(node, candidate.to(self._rounded.get(node.name, candidate.dtype)), valid, known, piece_of)
         if (
             native is not None
             and self._values.take_same(node, claim.candidate, native)

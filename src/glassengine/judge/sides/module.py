@@ -91,12 +91,12 @@ class ModuleSide(Side):
             raise error
         who = "baseline" if self.place is Place.PROGRAM else "candidate"
         raise IncomparableError(
-            f"the {who} cannot run: its forward raised in {path or type(self.module).__name__}, in {self._where()}",
+            f"the {who} cannot run: its forward raised in {path or type(self.module).__name__}, in {self._place()}",
             got=described(error),
             hint=None if self.beside is None else until_here(self._values, self.beside.module_outputs()),
         ) from error
 
-    def _where(self) -> str:
+    def _place(self) -> str:
         if not self.baseline.generates:
             return f"step {self._steps}"
         return f"decode step {self._steps}" if self._steps else "step 0 (prefill)"
@@ -269,10 +269,10 @@ def own_names(program: Program, pairs: Mapping[str, SitePair]) -> dict[str, list
         program: The candidate's.
         pairs: Baseline node -> pair.
     """
-    found = {}
+    by_node = {}
     for node, pair in pairs.items():
         sites = program.sites.by_node.get(pair.candidate.node, ())
         names = [site.name for site in sites if site.kind in _NAMED]
         if names:
-            found[node] = names
-    return found
+            by_node[node] = names
+    return by_node

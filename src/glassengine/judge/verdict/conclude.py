@@ -112,8 +112,8 @@ def findings_of(
     if accumulated is not None:
         inside = worst([inside, "suspicious"])
     # The baseline's agreement with its own program says nothing of a candidate without results.
-    is_compared = any(score.results.found for score in scores[1:] or scores)
-    results = tuple(r for score in scores for r in score.results.found if is_compared or not r.agrees)
+    is_compared = any(score.results.compared for score in scores[1:] or scores)
+    results = tuple(r for score in scores for r in score.results.compared if is_compared or not r.agrees)
     agree = bool(results) and all(result.agrees for result in results)
     judged = coverage(main, program, results_agree=agree)
     if main.side.observed_at is ObservedAt.RESULT:
@@ -222,7 +222,7 @@ def _level(
         verdict=verdict,
         guarantee=side.guarantee.text,
         num_judged=len(score.pairs),
-        coverage=coverage(score, program, results_agree=all(result.agrees for result in score.results.found)),
+        coverage=coverage(score, program, results_agree=all(result.agrees for result in score.results.compared)),
         first_divergence=divergences[0] if divergences else None,
         note=note,
     )
@@ -399,7 +399,7 @@ def softened(scores: Sequence[Score], program: Program) -> Softened:
 
 def _agrees(score: Score) -> bool:
     """Whether all results of a side were compared and agree, and no tie had to excuse any of them."""
-    found = score.results.found
+    found = score.results.compared
     return bool(found) and all(result.agrees and not result.exempt for result in found)
 
 

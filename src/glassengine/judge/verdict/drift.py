@@ -26,20 +26,20 @@ _ENOUGH = 0.5
 class Drift:
     """What one side loses: baseline node -> its own site for it, and the sums."""
 
-    found: dict[str, tuple[str, DriftSums]] = field(default_factory=dict)
+    sums_by_node: dict[str, tuple[str, DriftSums]] = field(default_factory=dict)
 
     def add(
         self, node: str, site: str, reference: Reference, candidate: torch.Tensor, predicted: torch.Tensor | None
     ) -> None:
         """Add the value of a node in one step; of several sites of one node the first counts."""
-        own, sums = self.found.setdefault(node, (site, DriftSums()))
+        own, sums = self.sums_by_node.setdefault(node, (site, DriftSums()))
         if own == site:
             sums.add(reference.native, candidate, reference.valid, predicted)
 
     def merge(self, later: Drift) -> None:
         """Add what was found over later cases of the same side."""
-        for node, (site, sums) in later.found.items():
-            own, mine = self.found.setdefault(node, (site, DriftSums()))
+        for node, (site, sums) in later.sums_by_node.items():
+            own, mine = self.sums_by_node.setdefault(node, (site, DriftSums()))
             if own == site:
                 mine.merge(sums)
 
@@ -65,7 +65,7 @@ def table(program: Program, sides: Sequence[tuple[Drift, EndToEnd]]) -> tuple[Dr
     rows = [_rows(program, drift) for drift, _ in sides]
     most = max(len(one) for one in rows)
     chosen = next(one for one in reversed(rows) if len(one) >= _ENOUGH * most)
-    results = next((ends.drift_rows() for _, ends in reversed(sides) if ends.found), ())
+    results = next((ends.drift_rows() for _, ends in reversed(sides) if ends.compared), ())
     return (*shared(chosen), *results)
 
 
@@ -74,15 +74,15 @@ def _rows(program: Program, drift: Drift) -> list[DriftRow]:
         site.node: site for site in reversed(list(program.sites)) if site.kind == "module" and ":" not in site.name
     }
     ends = {node.name for node in program.graph.output_node().all_input_nodes}
-    inner = [node for node in drift.found if node in kinds and node not in ends]
+    inner = [node for node in drift.sums_by_node if node in kinds and node not in ends]
     kind = "module" if inner else "op"
-    chosen = set(inner) if inner else drift.found.keys() - ends
+    chosen = set(inner) if inner else drift.sums_by_node.keys() - ends
     losses = _charged(program, drift, chosen)
     found = []
     for node in program.graph.nodes:
         if node.name not in chosen:
             continue
-        own, sums = drift.found[node.name]
+        own, sums = drift.sums_by_node[node.name]
         site = kinds[node.name] if inner else program.sites.by_node[node.name][0]
         if sums.num_tensors:
             found.append(sums.row(site.name, own, kind, losses.get(node.name)))
@@ -100,7 +100,7 @@ def _charged(program: Program, drift: Drift, rows: set[str]) -> dict[str, float]
             owner[node.name] = node.name
         elif below:
             owner[node.name] = min(below, key=lambda name: order[name])
-        loss = drift.found[node.name][1].loss if node.name in drift.found else None
+        loss = drift.sums_by_node[node.name][1].loss if node.name in drift.sums_by_node else None
         if loss is not None and node.name in owner:
             charged[owner[node.name]] = charged.get(owner[node.name], 0.0) + loss
     return charged

@@ -358,9 +358,9 @@ class Score:
         accumulated = reference.judge(tensor, roughly=replay is not None)
         is_clean = accumulated.verdict not in FLAGGED
         if replay is not None:
-            own = partial(self.side.computes, self.program)
+            computes = partial(self.side.computes, self.program)
             native = reference.native if accumulated.verdict == "identical" else None
-            replayed = replay.judge(node, observed.tensor, reference.valid, reference.known, own, native)
+            replayed = replay.judge(node, observed.tensor, reference.valid, reference.known, computes, native)
         if self.drift is not None:
             predicted = None if replayed is None else replayed.predicted
             self.drift.add(node.name, observed.site, reference, tensor, predicted)

@@ -136,7 +136,7 @@ def _findings(
     origins.sort(key=lambda found: order[found.node] if found.node is not None else reader.get(found.site, 0))
     verdict = worst(pair.verdict for pair in pairs)
     first = next((o for level in ("wrong", "suspicious") for o in origins if o.verdict == level), None)
-    results = ends.run.found
+    results = ends.run.compared
     nodes = {op.node.name for op in ops}
     inside = {node: end for node, end in covered(program, nodes).items() if end <= nodes}
     found = granularity_of(program, LEVEL, nodes, inside)
@@ -168,7 +168,7 @@ def _findings(
         inputs=[CaseInputs(case.name, case.num_steps, case.inputs) for case in cases],
         drift=(*shared([row for row in rows if row.site not in returned]), *ends.run.drift_rows()),
     )
-    return with_level(answer, candidate, ends.written.found)
+    return with_level(answer, candidate, ends.written.compared)
 
 
 def _first_reader(program: Program, weight: str) -> str:

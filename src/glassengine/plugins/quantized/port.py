@@ -90,14 +90,14 @@ def check_quantized_file(
             ends = Ends(twin.stored)
             for place, step in enumerate(cases[0].steps):
                 ends.compare(candidate.module, named_inputs(step), ours[place], (cases[0].name, place))
-            of_graph.candidate, of_graph.results = candidate.spec, ends.run.found
+            of_graph.candidate, of_graph.results = candidate.spec, ends.run.compared
             of_graph.inside = worst(level.verdict for level in of_graph.levels)
             of_graph.notes = [_WITHOUT_GRIDS, *of_graph.notes]
             again = of_graph.conclude(policy)
             if again.ok or again.too_little:
                 # What the rounded weights cost hides a difference that the graph has without its grids.
                 of_graph.differences = [*of_graph.differences, f"without its grids: {concluded.not_ok_because}"]
-            return with_level(of_graph, candidate, ends.written.found)
+            return with_level(of_graph, candidate, ends.written.compared)
         of_grids = check_quantized_graph(twin, candidate, cases, progress, returned=ours)
     share = f"{of_graph.coverage:.0%}"
     note = f"without its grids the file is the baseline's graph: {share} judged; sites are the file's"

@@ -99,7 +99,7 @@ def _of_dtype(request: CheckRequest, min_snr: float) -> Comparison:
         costs=[as_cost(ends)] if ends.reason is None else [],
         results=[] if ends.reason is None else [ends],
         drift=[*drift, last],
-        notes=found.told(
+        notes=found.notes(
             "in float32", "its own operations run in float32: it casts what it is given, and what it gives"
         ),
     )
@@ -141,8 +141,8 @@ def _of_checkpoint(request: CheckRequest, min_snr: float) -> Comparison:
         answer = check_quantized(
             ours, theirs, left, given=given, steps=request.steps, policy=policy, progress=request.progress
         )
-    named = Found(frozenset(name.removesuffix(".weight") for name in found.kept), found)
-    answer.notes = [*answer.notes, *named.told("unquantized", f"{method}: {_SKIP_LISTS.get(method, 'its skip list')}")]
+    named = PrecisionSet(frozenset(name.removesuffix(".weight") for name in found.kept), found)
+    answer.notes = [*answer.notes, *named.notes("unquantized", f"{method}: {_SKIP_LISTS.get(method, 'its skip list')}")]
     return answer.conclude(policy)
 
 
@@ -230,7 +230,7 @@ def _cast(value: Any, dtype: torch.dtype, name: str = "") -> Any:
     return value
 
 
-class Found:
+class PrecisionSet:
     """What a search has found.
 
     Args:
@@ -250,11 +250,11 @@ class Found:
     snr = without = at_most = budget = 0.0
     runs = num_units = 0
 
-    def __init__(self, kept: frozenset[str], search: Found | None = None) -> None:
+    def __init__(self, kept: frozenset[str], search: PrecisionSet | None = None) -> None:
         vars(self).update(vars(search) if search is not None else {})
         self.kept = kept
 
-    def told(self, how: str, means: str) -> list[str]:
+    def notes(self, how: str, means: str) -> list[str]:
         """Return the notes: the set, and what it means."""
         names = ", ".join(sorted(name or "(the model itself)" for name in self.kept))
         figures = f"{self.snr:.1f} dB with them, {self.without:.1f} dB without, found in {self.runs} runs"
@@ -265,7 +265,7 @@ class Found:
         return [f"keep {len(self.kept)} of {self.num_units} {how}: {names}", f"{figures}; {means}"]
 
 
-def smallest(units: Sequence[str], snr: Holds, budget: float, progress: Progress) -> Found:
+def smallest(units: Sequence[str], snr: Holds, budget: float, progress: Progress) -> PrecisionSet:
     """Return the fewest units to keep so that a signal-to-noise ratio is reached; all where none is enough.
 
     Args:
@@ -285,15 +285,15 @@ def smallest(units: Sequence[str], snr: Holds, budget: float, progress: Progress
     def holds(kept: Iterable[str]) -> bool:
         return ratio(kept) >= budget
 
-    def found(kept: Iterable[str]) -> Found:
-        made = Found(frozenset(kept))
+    def set_of(kept: Iterable[str]) -> PrecisionSet:
+        made = PrecisionSet(frozenset(kept))
         made.snr, made.without, made.at_most = ratio(kept), ratio(()), ratio(units)
         made.runs, made.budget, made.num_units = len(known), budget, len(units)
         return made
 
     everything = frozenset(units)
     if holds(()) or not holds(everything):
-        return found(() if holds(()) else everything)
+        return set_of(() if holds(()) else everything)
     progress(Work.JUDGING.says(f"running with each of {len(units)} modules coarse alone"))
     alone = {unit: ratio(everything - {unit}) for unit in units}
     order = sorted(units, key=alone.__getitem__)
@@ -306,7 +306,7 @@ def smallest(units: Sequence[str], snr: Holds, budget: float, progress: Progress
     while left > 0 and (better := _exchanged(kept, order, holds, left)) is not None:
         left -= len(order)
         kept = _dropped(better, order, holds)
-    return found(kept)
+    return set_of(kept)
 
 
 def _dropped(kept: Iterable[str], order: Sequence[str], holds: Callable[[Iterable[str]], bool]) -> frozenset[str]:

@@ -58,7 +58,7 @@ class ModuleState:
         """Return the state of a module."""
         parts = list(module.named_modules())
         buffers = {(path, name): tensor for path, part in parts for name, tensor in part._buffers.items()}
-        attributes = {(path, name): value for path, part in parts for name, value in _own(part).items()}
+        attributes = {(path, name): value for path, part in parts for name, value in _state_attributes(part).items()}
         return cls(buffers, attributes).copy(module)
 
     def copy(self, module: nn.Module) -> ModuleState:
@@ -83,13 +83,13 @@ def applied_state(module: nn.Module, state: ModuleState | None, *, as_buffers: b
     state = ModuleState.of(module) if state is None else state.copy(module)
     parts = dict(module.named_modules())
     before = {
-        path: (dict(part._buffers.items()), set(part._non_persistent_buffers_set), _own(part))
+        path: (dict(part._buffers.items()), set(part._non_persistent_buffers_set), _state_attributes(part))
         for path, part in parts.items()
     }
     for path, part in parts.items():
         for name in [name for name, _ in part._buffers.items() if (path, name) not in state.buffers]:
             del part._buffers[name]
-        for name in _own(part):
+        for name in _state_attributes(part):
             if (path, name) not in state.attributes:
                 del part.__dict__[name]
     for (path, name), tensor in state.buffers.items():
@@ -109,7 +109,7 @@ def applied_state(module: nn.Module, state: ModuleState | None, *, as_buffers: b
             for name, tensor in buffers.items():
                 _set_buffer(part, name, tensor)
             part._non_persistent_buffers_set = others
-            for name in _own(part):
+            for name in _state_attributes(part):
                 del part.__dict__[name]
             part.__dict__.update(own)
 
@@ -219,7 +219,7 @@ def _set_buffer(part: nn.Module, name: str, tensor: torch.Tensor | None) -> None
         part._buffers[name] = tensor
 
 
-def _own(part: nn.Module) -> dict[str, Any]:
+def _state_attributes(part: nn.Module) -> dict[str, Any]:
     """Return the attributes of one module that may be state."""
     if isinstance(part, torch.jit.ScriptModule):
         return {}

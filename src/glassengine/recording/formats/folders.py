@@ -191,22 +191,22 @@ def holds_arrays(path: Path) -> bool:
     return any(reason is None for _, _, reason in _array_listing(path, {}, 0))
 
 
-def _array_listing(path: Path, where: dict[str, int], depth: int) -> Iterator[tuple[Path, dict[str, int], str | None]]:
+def _array_listing(path: Path, above: dict[str, int], depth: int) -> Iterator[tuple[Path, dict[str, int], str | None]]:
     """Yield (item, numbers of the directories above it, why it is not an array or None), in order of the names."""
     for item in sorted(path.iterdir()):
         if item.is_symlink():
-            yield item, where, _why_not_listed(item, "")
+            yield item, above, _why_not_listed(item, "")
         elif item.is_dir():
             found = _FOLDER.fullmatch(item.name)
             if found is not None and depth < _MAX_DEPTH:
                 numbers = {found["kind"]: int(found["number"])} if found["kind"] else {}
-                yield from _array_listing(item, {**where, **numbers}, depth + 1)
+                yield from _array_listing(item, {**above, **numbers}, depth + 1)
             elif _EARLIER.fullmatch(item.name) is None:
-                yield item, where, _why_not_listed(item, "")
+                yield item, above, _why_not_listed(item, "")
         elif item.is_file() and item.suffix.lower() == ".npy":
-            yield item, where, None
+            yield item, above, None
         elif item.name != _NAMES and not (item.suffix.lower() == ".txt" and item.with_suffix(".npy").exists()):
-            yield item, where, "not an .npy file"
+            yield item, above, "not an .npy file"
 
 
 class _ArrayName(msgspec.Struct):

@@ -155,10 +155,10 @@ def impossible_commits(
         return found
     ends = np.searchsorted(blocks.record, commits.record)
     is_wrong = _totals(counts, ends) != commits.num_tensors
-    is_wrong |= _others(blocks.columns.step, ends, commits.step)
+    is_wrong |= _other_steps(blocks.columns.step, ends, commits.step)
     ends_left = np.searchsorted(records, commits.record)
     is_wrong |= _totals(num_left_out, ends_left) != commits.num_left_out
-    is_wrong |= _others(of_left_out, ends_left, commits.step)
+    is_wrong |= _other_steps(of_left_out, ends_left, commits.step)
     candidates = [found, _at(commits, is_wrong, "the records of step {} do not match its commit")]
     if bool((np.diff(commits.step) <= 0).any()):
         _, places = np.unique(commits.step, return_index=True)
@@ -175,7 +175,7 @@ def _totals(counts: Array, ends: Array) -> Array:
     return np.diff(sums, prepend=0)
 
 
-def _others(steps: Array, ends: Array, committed: Array) -> Array:
+def _other_steps(steps: Array, ends: Array, committed: Array) -> Array:
     """Return which commits end records of other steps."""
     wrong = np.zeros(len(committed), dtype=bool)
     owners = np.repeat(np.arange(len(committed)), np.diff(ends, prepend=0))

@@ -147,10 +147,10 @@ def _refuse(files: Iterable[Path], overwrite: bool) -> None:
 
 
 def _write_pt(path: Path, source: TensorSource, entries: list[Entry]) -> None:
-    save_pt({entry.site: _own(source.tensor(entry)) for entry in entries}, path)
+    save_pt({entry.site: _compact(source.tensor(entry)) for entry in entries}, path)
 
 
-def _own(tensor: Tensor) -> Tensor:
+def _compact(tensor: Tensor) -> Tensor:
     """Return a tensor whose storage is not larger than itself: torch saves whole storages."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 

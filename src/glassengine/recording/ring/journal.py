@@ -249,7 +249,7 @@ class EvictedLog:
         """Note where those of some items are, now that they are on file, whose steps are open."""
         moved = [item for item in items if item.step in open_steps] if open_steps else []
         if moved:
-            self._write([_frame(item.position, *self._told(item)) for item in moved])
+            self._write([_frame(item.position, *self._entry(item)) for item in moved])
         elif not open_steps and self._num_bytes > _MANY_BYTES and self._file is not None:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, 0)
@@ -271,7 +271,7 @@ class EvictedLog:
             self.close()
             self._path.unlink(missing_ok=True)
 
-    def _told(self, item: Movable) -> tuple[int, bytes]:
+    def _entry(self, item: Movable) -> tuple[int, bytes]:
         if isinstance(item, Note):
             return RECORD, bytes(self._notes.bytes_at(item.position, item.end - item.position))
         if isinstance(item, RingBlock):

@@ -308,15 +308,15 @@ class OpenStep:
         """Note that the tensors of a group were written."""
         self.groups.append(group)
         if self.names:
-            self._own().update(group.names)
+            self._keys().update(group.names)
         else:
             self.names = group.names
 
     def add_name(self, site: str, rank: int) -> None:
         """Note that a tensor was written."""
-        self._own().add((site, rank))
+        self._keys().add((site, rank))
 
-    def _own(self) -> set[tuple[str, int]]:
+    def _keys(self) -> set[tuple[str, int]]:
         if not self._owns_names:
             self.names, self._owns_names = set(self.names), True
         assert isinstance(self.names, set)

@@ -124,16 +124,16 @@ def derivatives(question: Question) -> Iterator[Hypothesis]:
         if made.numel() < 2 or traits_of(node).kind != "factor":
             continue
         above = [one for one in tensors if trial.values[one].shape == made.shape][:_MOST_TENSORS]
-        found = _found(above, made, trial.values, slopes, _ROUNDINGS * question.noise)
+        found = _as_product(above, made, trial.values, slopes, _ROUNDINGS * question.noise)
         if found is None:
             continue
         name, gradient, given = found
-        for other, derivative in _others(name, given):
+        for other, derivative in _other_activations(name, given):
             text = f"the derivative of {name} in the baseline, {other} in the candidate"
             yield Hypothesis("activation", text, {node: gradient * derivative}, "activation", (name, other))
 
 
-def _found(
+def _as_product(
     tensors: list[Node], made: Tensor, values: dict[Node, Tensor], slopes: dict[Node, Tensor], apart: float
 ) -> tuple[str, Tensor, Tensor] | None:
     """Return (activation, gradient, input) of which a product is made; None where it is none."""
@@ -160,7 +160,7 @@ def _found(
     return None
 
 
-def _others(name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _other_activations(name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
     if name in _GATED:
         gate = torch.where(x == 0, _derivative(name, torch.zeros_like(x)), NAMED[name](x) / x)
         yield "its gate alone", gate

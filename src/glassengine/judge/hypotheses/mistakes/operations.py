@@ -54,7 +54,7 @@ Other = tuple[Kind, str, Edit]
 def other_ops(question: Question) -> Iterator[Hypothesis]:
     """Yield: the op that people confuse with this one."""
     for node in reversed(question.trial.ops):
-        for kind, text, edit in _others(question, node):
+        for kind, text, edit in _other_ops(question, node):
             yield Hypothesis(kind, text, {node: edit})
         name = op_name(node)
         if name in ("sqrt", "rsqrt"):
@@ -72,7 +72,7 @@ def _has_the_same(question: Question, name: str, other: str) -> bool:
     return there[name] >= here[name] and there[other] <= here[other]
 
 
-def _others(question: Question, node: Node) -> Iterator[Other]:
+def _other_ops(question: Question, node: Node) -> Iterator[Other]:
     name = op_name(node)
     for pair in (*_PAIRS, *_COMPARED):
         other = pair[name == pair[0]]

@@ -61,7 +61,7 @@ def weights(question: Question) -> Iterator[Hypothesis]:
             trial.budget.spend_passes(_PASSES_OF_SAME * len(forms), value)
             for held in (form for form in forms if not _is_same(value, form, same)):
                 trial.budget.spend_passes(_PASSES, value)
-                kind, text = _told(question, node, relation(label, name, value, held, others, same))
+                kind, text = _words(question, node, relation(label, name, value, held, others, same))
                 found = Hypothesis(kind, text, {node: held})
                 if kind != "other":
                     yield found
@@ -75,7 +75,7 @@ def _in_float64(value: torch.Tensor) -> torch.Tensor:
     return value if value.dtype is torch.bool or value.is_complex() else value.double()
 
 
-def _told(question: Question, node: Node, found: tuple[Kind, str]) -> tuple[Kind, str]:
+def _words(question: Question, node: Node, found: tuple[Kind, str]) -> tuple[Kind, str]:
     """Return how a weight differs: parts that have changed places are two weights, queries for keys, say."""
     is_exchanged = found[1].endswith(_EXCHANGED) and is_taken_apart(question, node)
     return ("swapped", found[1]) if is_exchanged else found
@@ -152,7 +152,7 @@ def every_weight(question: Question) -> Iterator[Hypothesis]:
             if held is not None and not _is_same(value, held, same):
                 trial.budget.spend_passes(_PASSES, value)
                 edits[ours] = held
-                described[own] = _told(question, ours, relation(question.label(ours), own, value, held, others, same))
+                described[own] = _words(question, ours, relation(question.label(ours), own, value, held, others, same))
         if len(edits) > 1:
             first, *rest = described
             text = f"{described[first][1]}; {', '.join(name.rpartition('.')[2] for name in rest)} with it"

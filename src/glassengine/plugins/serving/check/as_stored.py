@@ -110,9 +110,9 @@ class AsStored:
             method: How they are stored.
             min_snr: As for `check`, of the first result over all cases and steps.
         """
-        if self._results is None or not self._results.found:
+        if self._results is None or not self._results.compared:
             return
-        results = [as_cost(one) for one in self._results.found]
+        results = [as_cost(one) for one in self._results.compared]
         rows, first = self._results.drift_rows(), results[0]
         rates = first.same_tokens / first.num_tokens if first.num_tokens else None
         found.costs = results
