@@ -57,7 +57,7 @@ class Example:
         replay = Replay(self.program, cut=how, compiled=compiled)
         replay.begin_step(self.inputs, {**self.observed, self.node: result})
         (node,) = (node for node in self.program.graph.nodes if node.name == self.node)
-        return replay.judge(node, result, None, own=self.own)
+        return replay.judge(node, result, None, piece_of=self.own)
 
 
 def product() -> Example:
