@@ -68,3 +68,14 @@ def test_a_side_that_is_not_called_is_named() -> None:
             model(torch.zeros(2, 16))
     with pytest.raises(UsageError, match="beside itself"), watch_modules(model, model):
         pass
+
+
+def test_a_block_that_compares_nothing_is_not_ok() -> None:
+    model, other = _both()
+    with (
+        pytest.raises(IncomparableError, match=r"(?s)nothing to compare.*baseline: 0 steps"),
+        watch_modules(model, other),
+    ):
+        copy.deepcopy(model)(torch.zeros(2, 16))
+    with pytest.raises(IncomparableError), watch_modules(model, other, sites=["no.such.module"]):
+        _run(model, other, 1)

@@ -47,7 +47,7 @@ def watch_modules(
 
     Raises:
         AssertionError: A step is not ok.
-        IncomparableError: A side made more steps than the other, or no tensor has a partner.
+        IncomparableError: No side made a step, one made more steps than the other, or no tensor has a partner.
         UsageError: Both are the same module.
     """
     if baseline is candidate:
@@ -61,9 +61,12 @@ def watch_modules(
                 both.sides.append(sink)
                 stack.enter_context(StepRecorder(sink, 0, model, Path(folder, name), sites))
             yield steps
-        if not both.has_ended and (rest := max(both.sides, key=lambda side: len(side.steps))).steps:
-            got = "; ".join(f"{side.name}: {side.num_steps}" for side in both.sides)
-            raise IncomparableError(f"the {rest.name} made steps that the other side did not make", got=got)
+        if both.has_ended:
+            return
+        counts = "; ".join(f"{side.name}: {side.num_steps} steps" for side in both.sides)
+        if (rest := max(both.sides, key=lambda side: len(side.steps))).steps:
+            raise IncomparableError(f"the {rest.name} made steps that the other side did not make", got=counts)
+        steps.conclusion(counts)  # a block that compares nothing is not ok
 
 
 class _BothSides:
@@ -97,7 +100,7 @@ class _StepsInMemory:
         self.name = name
         self.steps: list[LiveStep] = []
         self.num_steps = 0
-        self._model, self._both = model, both
+        self._metadata, self._both = describe_model(model), both
         self._tensors: dict[str, Tensor] = {}
         self._left_out: list[LeftOut] = []
 
@@ -111,7 +114,7 @@ class _StepsInMemory:
     def send(self, model: int, step: int) -> None:
         if self._both.has_ended:
             return
-        self.steps.append(LiveStep(self.name, describe_model(self._model), step, self._tensors, self._left_out))
+        self.steps.append(LiveStep(self.name, self._metadata, step, self._tensors, self._left_out))
         self._tensors, self._left_out = {}, []
         self.num_steps += 1
         if len(self.steps) > _MOST_AHEAD:

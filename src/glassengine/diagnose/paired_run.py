@@ -155,7 +155,7 @@ def watch_scripts(
                 break
             for side in sides:
                 side.release(key)
-        return steps.conclusion()
+        return steps.conclusion("; ".join(f"{side.name}: {side.num_steps} steps" for side in sides))
 
 
 def _common_steps(*sides: _PairedSide) -> Iterator[tuple[int, int]]:

@@ -160,14 +160,19 @@ class StepComparison:
             self.found = one
         return one.ok
 
-    def conclusion(self) -> Comparison:
+    def conclusion(self, counts: str | None = None) -> Comparison:
         """Return `found`, with a note of how many steps were compared.
 
+        Args:
+            counts: How many steps each side made, for the error.
+
         Raises:
-            IncomparableError: No step was.
+            IncomparableError: No step was compared.
         """
         if self.found is None:
-            raise IncomparableError("there is nothing to compare: no step of a PyTorch module was seen on both sides")
+            raise IncomparableError(
+                "there is nothing to compare: no step of a PyTorch module was seen on both sides", got=counts
+            )
         if not self.found.ok:
             return self.found
         note = f"{self.num_steps} steps were compared while they ran, {self.num_tensors} tensors"

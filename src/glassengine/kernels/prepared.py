@@ -55,7 +55,7 @@ class KernelPart:
         self._runs: list[list[Tensor]] = []
 
     @cached_property
-    def _trace_of(self) -> TracedRun:
+    def _traced_run(self) -> TracedRun:
         given, found = self.trace.checked
         self.trace.checked = (None, None)
         return found if found is not None and given is self._inputs else self.trace.run(self._inputs)
@@ -63,11 +63,11 @@ class KernelPart:
     @property
     def exact(self) -> list[Tensor]:
         """The results in float64, then the inputs after the call."""
-        return self._trace_of.tensors
+        return self._traced_run.tensors
 
     def only(self, which: int) -> OnlyOp | None:
         """Return the only op that rounds, if it makes this tensor."""
-        only, exact = self._trace_of.only, self.exact[which]
+        only, exact = self._traced_run.only, self.exact[which]
         if only is None or not exact.is_floating_point() or only.value.shape != exact.shape:
             return None
         # What follows may have moved the numbers: a flip, a transposition of a square.

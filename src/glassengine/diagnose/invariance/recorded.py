@@ -143,7 +143,8 @@ def check_invariant_served(
 def _of_lengths(whole: Path, singles: Path) -> Variation:
     """Compare the last step, which reads the cache of a prefill on one side and that of single tokens on the other.
 
-    Its logits are the result, else its last tensor; a tensor before it that differs more is not read.
+    Its logits are the result, else its last tensor. The first difference is that of the first tensor that differs, and
+    not more than the result: what differs more has no effect on it.
     """
     left, right = (_last_step(side) for side in (whole, singles))
     both = sorted((site for site in left.tensors if site in right.tensors), key=lambda site: site in _RESULTS)

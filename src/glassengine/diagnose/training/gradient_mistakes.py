@@ -1,7 +1,7 @@
 """Names the place of the forward through which a wrong gradient flows: cut off, of another sign, counted twice.
 
-Gradients depend on the factor of one read as a line does: what flows back along it, and what flows elsewhere. One
-backward without it shows by which factor the candidate's gradients are made, and whether they are.
+The gradients are a linear function of the factor that multiplies the gradient of one read. One backward pass with the
+factor 0 gives both coefficients, and with them the factor that fits the candidate's gradients best.
 """
 
 from __future__ import annotations

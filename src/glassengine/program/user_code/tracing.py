@@ -146,7 +146,7 @@ def real_values() -> Iterator[None]:
         for context in (
             config.patch(options),
             known,
-            _numbers_as_they_are(),
+            _python_values(),
             _no_tensor_where_none_is(),
             _as_uncompiled(),
         ):
@@ -155,20 +155,26 @@ def real_values() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _numbers_as_they_are() -> Iterator[None]:
-    """Let `tensor.item()`, `torch.equal` and `torch.allclose` be what they are.
+def _python_values() -> Iterator[None]:
+    """Let `tensor.item()`, `torch.equal` and `torch.allclose` return their values during a trace.
 
-    A number by a symbol goes on into shapes, of which nothing is known.
+    A symbol in place of a value would go on into shapes, of which nothing is known.
     """
     aten = torch.ops.aten
-    before = dict(op_implementations_dict)
-    for op in (aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default):
-        op_implementations_dict[op] = functools.partial(_of_real_tensors, before.get(op))
+    before = {
+        op: op_implementations_dict.get(op)
+        for op in (aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default)
+    }
+    for op, fake in before.items():
+        op_implementations_dict[op] = functools.partial(_of_real_tensors, fake)
     try:
         yield
     finally:
-        op_implementations_dict.clear()
-        op_implementations_dict.update(before)
+        for op, fake in before.items():
+            if fake is None:
+                del op_implementations_dict[op]
+            else:
+                op_implementations_dict[op] = fake
 
 
 def _of_real_tensors(fake: Callable[..., Any] | None, mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:

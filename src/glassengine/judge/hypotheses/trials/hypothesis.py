@@ -171,8 +171,9 @@ def called(name: str) -> str:
 
 def of_weight(name: str) -> str:
     """Leave out all but the module that has the weight, and the list that holds a numbered module."""
-    *path, module, weight = ["", "", *name.split(".")]
-    return ".".join([*path[-1:], module, weight] if module.isdecimal() else [module, weight]).lstrip(".")
+    parts = name.split(".")
+    is_numbered = len(parts) > 2 and parts[-2].isdecimal()
+    return ".".join(parts[-3 if is_numbered else -2 :])
 
 
 def short(name: str, site: str) -> str:
