@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from glassengine.results import Result
+from glassengine.results.base import Result
 
 
 @dataclass(frozen=True)
