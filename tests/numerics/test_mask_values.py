@@ -9,7 +9,7 @@ import torch
 
 from glassengine.blocks.arrays import values_of
 from glassengine.compare import compare
-from glassengine.numerics.hidden_values import without_hidden as without_hidden_of
+from glassengine.numerics.limits import without_hidden as without_hidden_of
 from glassengine.numerics.mask_values import HIDDEN, sentinel
 from glassengine.numerics.metrics.drift import DriftSums
 from tests.compare.test_compare import record

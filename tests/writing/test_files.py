@@ -12,7 +12,7 @@ import glassengine as glass
 from glassengine.cli.main import main
 from glassengine.environment import SnapshotRequest
 from glassengine.errors import UsageError
-from glassengine.executable.cache.store import Store
+from glassengine.executable.cache_store import Store
 from glassengine.executable.snapshot.snapshots import policy_of
 from glassengine.writing.files import local
 

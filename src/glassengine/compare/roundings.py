@@ -31,7 +31,7 @@ from glassengine.compare.matching.matching import MatchedPair
 from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.limits import is_floating
-from glassengine.numerics.metrics.noise_ratio import Slices
+from glassengine.numerics.metrics.slices import Slices
 from glassengine.numerics.metrics.tolerance import FEWEST_VALUES, LAST_BITS, Tolerance, tolerance
 from glassengine.recording.layout.entries import Entries
 from glassengine.recording.layout.layout import Entry

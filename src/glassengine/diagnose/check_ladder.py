@@ -162,7 +162,7 @@ class Ladder:
         else:
             # Of quantized weights all are judged, whatever the least coverage is.
             self.policy = replace(self.policy, min_coverage=0.0)
-            found = plugin("quantized.module").check_quantized_module(
+            found = plugin("quantized.check").check_quantized_module(
                 baseline,
                 candidate,
                 held,

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
-from glassengine.kernels.arrays import as_tensors
 from glassengine.kernels.match import accumulation_of, called, explained, judged
-from glassengine.kernels.prepared import Prepared
+from glassengine.kernels.prepared import Prepared, as_tensors
 from glassengine.kernels.trace import copied, tensors_of
 from glassengine.results.kernels import Match
 

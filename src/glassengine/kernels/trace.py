@@ -26,8 +26,7 @@ from glassengine.numerics.float64 import double, retarget, target_of
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.noise import disturbed, noisy, rounded, rounds
 from glassengine.numerics.ops import Accumulation, Operation, Roundoff
-from glassengine.ops.arguments import argument
-from glassengine.ops.row import Rounding
+from glassengine.ops.row import Rounding, argument
 from glassengine.ops.traits import base_name, traits_of
 from glassengine.program.representation.outputs import is_view
 

@@ -13,8 +13,12 @@ from glassengine.results.answer import (
     ResultComparison,
     Standing,
 )
-from glassengine.results.artifacts import (
+from glassengine.results.backends import (
     ArtifactComparison,
+    CachedGraph,
+    CacheReport,
+    Cause,
+    Compilation,
     StageComparison,
 )
 from glassengine.results.base import (
@@ -39,12 +43,6 @@ from glassengine.results.comparison import (
     Skipped,
     WeightsComparison,
     WrittenDifferently,
-)
-from glassengine.results.compilation import (
-    CachedGraph,
-    CacheReport,
-    Cause,
-    Compilation,
 )
 from glassengine.results.engines import (
     EngineColumn,
@@ -101,13 +99,11 @@ from glassengine.results.pairs import (
 )
 from glassengine.results.prompt import PromptComparison, PromptExample, PromptFinding
 from glassengine.results.recorded import (
+    Bisection,
     ListedSnapshot,
+    MinimalOp,
     RecordedScript,
     RecordedTarget,
-)
-from glassengine.results.replay import (
-    Bisection,
-    MinimalOp,
     Replayed,
     ReplayedOutput,
 )

@@ -13,9 +13,9 @@ import torch
 
 import glassengine as glass
 from glassengine.engine import Engine
-from glassengine.engine.prompts.prompts import pad_left
-from glassengine.engine.prompts.tokenizing import TextStream
+from glassengine.engine.prompts import pad_left
 from glassengine.engine.run.sampling import FILE
+from glassengine.engine.tokenizing import TextStream
 from glassengine.errors import UsageError
 from glassengine.testing.checkpoints import byte_tokenizer, save_checkpoint
 

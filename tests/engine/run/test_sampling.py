@@ -13,7 +13,7 @@ import torch
 
 import glassengine as glass
 from glassengine.engine import Engine
-from glassengine.engine.prompts.prompts import pad_left
+from glassengine.engine.prompts import pad_left
 from glassengine.engine.run.sampling import FILE, read_settings
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
 from glassengine.testing import models

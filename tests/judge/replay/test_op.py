@@ -14,7 +14,7 @@ from glassengine.judge.cases import module_cases
 from glassengine.judge.replay.replay import Replay
 from glassengine.numerics.exemptions import UNWRITTEN
 from glassengine.numerics.judgement import Judgement
-from glassengine.numerics.known import KnownValues
+from glassengine.numerics.kinds import KnownValues
 from glassengine.numerics.ops import ACCUMULATIONS
 from glassengine.program import export_program, load_model
 from glassengine.program.export.export import export_module

@@ -18,7 +18,7 @@ from glassengine import commands
 from glassengine.errors import CorruptError, UsageError
 from glassengine.program.listing.artifacts import read_manifest
 from glassengine.report.terminal_compare import artifact_comparison
-from glassengine.results.artifacts import ArtifactComparison
+from glassengine.results.backends import ArtifactComparison
 
 PASSES = """
 import torch

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from glassengine.executable.cache.cache import CompilerCache
+from glassengine.executable.cache import CompilerCache
 from glassengine.numerics.noise import WideOperands
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of

@@ -17,9 +17,9 @@ import torch
 from torch.fx import GraphModule
 
 from glassengine import environment
-from glassengine.backends.accuracy.calibration import kernels_of
+from glassengine.backends.calibration import kernels_of
 from glassengine.backends.protocol.backend import Backend, CompilingGraphs
-from glassengine.executable.graph.graph import CapturedGraph, input_spec
+from glassengine.executable.graph import CapturedGraph, input_spec
 from glassengine.executable.snapshot.reader import Snapshot
 from glassengine.judge.cases import Case, Given, StepInputs, module_cases
 from glassengine.judge.graphs.cut import NodeRecorder, clone

@@ -26,7 +26,7 @@ from typing import Any
 
 from glassengine import environment
 from glassengine.backends.protocol.backend import Backend, describe_network, effective_options, program_network
-from glassengine.engine.store.files import hash_file
+from glassengine.engine.files import hash_file
 from glassengine.errors import UsageError
 from glassengine.program.listing.artifacts import (
     FORMAT,
@@ -38,7 +38,7 @@ from glassengine.program.listing.artifacts import (
 )
 from glassengine.program.listing.listing import NodeLine, Stage, graph_json, graph_text, list_nodes
 from glassengine.program.listing.python_source import module_source
-from glassengine.program.onnx.operators.function import OnnxVerifier
+from glassengine.program.onnx.function import OnnxVerifier
 from glassengine.program.representation.program import Program
 from glassengine.reading.files import printable
 from glassengine.report.build_artifacts import index_page, network_text, plugin_text

@@ -11,8 +11,8 @@ from glassengine.backends.protocol.backend import Backend
 from glassengine.backends.registry import choose_backend
 from glassengine.engine.build.plan import BuildSettings, planned_outputs
 from glassengine.engine.build.write import write_description, write_engine
-from glassengine.engine.ranks.member import part_of, placeholder_group
-from glassengine.engine.store.manifest import AddedOutput, CutWeight
+from glassengine.engine.manifest import AddedOutput, CutWeight
+from glassengine.engine.run.member import part_of, placeholder_group
 from glassengine.errors import UsageError
 from glassengine.program import LoadedModel, Program
 from glassengine.program.parallel.placements import Mesh

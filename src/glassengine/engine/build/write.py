@@ -16,12 +16,12 @@ from glassengine import environment
 from glassengine.backends.protocol.backend import LARGEST, Backend, TakingModels
 from glassengine.backends.protocol.io import DEVICE
 from glassengine.backends.registry import choose_backend
+from glassengine.engine import files
 from glassengine.engine.build.artifacts import ArtifactWriter
 from glassengine.engine.build.plan import BuildSettings, planned_outputs
-from glassengine.engine.store import files
-from glassengine.engine.store.files import list_files
-from glassengine.engine.store.manifest import Manifest, TensorEntry, instruction_flags, write_manifest
-from glassengine.executable.graph.graph import captured_program
+from glassengine.engine.files import list_files
+from glassengine.engine.manifest import Manifest, TensorEntry, instruction_flags, write_manifest
+from glassengine.executable.graph import captured_program
 from glassengine.executable.run.executable import compile_executable
 from glassengine.program import LoadedModel, Program
 from glassengine.program.listing.listing import stage_of

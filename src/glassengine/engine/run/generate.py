@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from glassengine.engine.prompts.prompts import Request, pad_left
-from glassengine.engine.prompts.tokenizing import TextCallback, TextStream, decode
-from glassengine.engine.run.encoder_inputs import Encode, encoded, image_constants, read_request
+from glassengine.engine.prompts import Request, pad_left
+from glassengine.engine.run.forward import Encode, encoded, image_constants, read_request
 from glassengine.engine.run.sampling import Sampler, read_settings
 from glassengine.engine.session.checks import check_prompts, require_generating
+from glassengine.engine.session.debug_buffers import automatic_chunk
 from glassengine.engine.session.loaded import LoadedEngine
-from glassengine.engine.session.pieces import automatic_chunk
 from glassengine.engine.session.session import Session
+from glassengine.engine.tokenizing import TextCallback, TextStream, decode
 from glassengine.errors import UsageError
 from glassengine.results.engines import Generation
 

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from glassengine import environment
-from glassengine.engine.ranks.children import Children
-from glassengine.engine.ranks.member import Member, join, mesh_of, part_of
+from glassengine.engine import files
+from glassengine.engine.manifest import Manifest, read_manifest, without_caches
+from glassengine.engine.run.children import Children
 from glassengine.engine.run.engine import Engine, open_engine, read_engine
+from glassengine.engine.run.member import Member, join, mesh_of, part_of
 from glassengine.engine.session.loaded import STEP_INPUTS
 from glassengine.engine.session.record import tokens_of
 from glassengine.engine.session.session import Session
-from glassengine.engine.store import files
-from glassengine.engine.store.manifest import Manifest, read_manifest, without_caches
 from glassengine.errors import UsageError
 from glassengine.executable.run.executable import Executable
 from glassengine.program.parallel.placements import ShardPlacement, whole_of

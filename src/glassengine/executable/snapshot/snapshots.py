@@ -22,7 +22,7 @@ from typing import Self
 
 from glassengine import environment
 from glassengine.errors import UnknownNameError, UsageError, nearest
-from glassengine.executable.graph.execution import add_source, attach, detach
+from glassengine.executable.graph import add_source, attach, detach
 from glassengine.executable.snapshot.policy import (
     CONTENTS,
     KEEP_INPUTS,

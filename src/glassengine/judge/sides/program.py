@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from glassengine.backends.accuracy.calibration import kernels_of
+from glassengine.backends.calibration import kernels_of
 from glassengine.capture.observers.interpreter import run_program
 from glassengine.errors import BackendError, first_line
 from glassengine.judge.cases import Case, Given, StepInputs, by_name, empty_caches

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from glassengine import blocks
-from glassengine.numerics.metrics.figures import figures_of
+from glassengine.numerics.metrics.slices import figures_of
 from glassengine.results import Figures
 
 if TYPE_CHECKING:

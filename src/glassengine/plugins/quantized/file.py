@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.metrics.drift import DriftSums
-from glassengine.program.onnx.stored.grids import GridNames, grids_of, written_back
+from glassengine.program.onnx.grids import GridNames, grids_of, written_back
 from glassengine.program.representation.program import Program
 from glassengine.results import VERDICTS, Verdict
 

@@ -34,7 +34,7 @@ from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.outputs import last_uses
 from glassengine.program.representation.program import Program
 from glassengine.results import FLAGGED, Hint
-from glassengine.writing.checksums import crc32
+from glassengine.writing.files import crc32
 
 _NUM_NOISY = 2
 _SAME = 0.01

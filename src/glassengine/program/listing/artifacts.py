@@ -25,7 +25,7 @@ from glassengine.program.listing.listing import NodeLine, read_listing
 from glassengine.reading.copies import here
 from glassengine.reading.documents import damaged, parsed
 from glassengine.reading.files import read_bytes
-from glassengine.results.artifacts import ArtifactComparison, Change, Difference, StageComparison
+from glassengine.results.backends import ArtifactComparison, Change, Difference, StageComparison
 
 MANIFEST = "manifest.json"
 FORMAT = "glassengine artifacts"

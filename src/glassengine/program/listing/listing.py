@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from glassengine.program.representation.naming import describe_shape, fingerprints, source_line
 from glassengine.program.representation.program import Program, weight_names
-from glassengine.program.user_code.marks import MARK
+from glassengine.program.user_code.tracing import MARK
 from glassengine.reading.documents import read_document
 
 SCHEMA_VERSION = 1

@@ -27,7 +27,7 @@ from glassengine.program.loading.checkpoint_files import (
     weight_files,
     without_weights,
 )
-from glassengine.program.quantized import bitsandbytes, packed_integers, scaled, torchao
+from glassengine.program.quantized import formats
 from glassengine.program.quantized.grid import ELSEWHERE, Grid, Parts, Read, damaged
 from glassengine.program.user_code.calls import without_bars
 from glassengine.reading.documents import read_document
@@ -35,12 +35,12 @@ from glassengine.reading.documents import read_document
 logger = logging.getLogger("glassengine")
 
 METHODS: dict[str, Callable[[Parts], Read]] = {
-    "gptq": packed_integers.read_gptq,
-    "awq": packed_integers.read_awq,
-    "compressed-tensors": scaled.read_compressed_tensors,
-    "torchao": torchao.read,
-    "fp8": scaled.read_fp8,
-    "bitsandbytes": bitsandbytes.read,
+    "gptq": formats.read_gptq,
+    "awq": formats.read_awq,
+    "compressed-tensors": formats.read_compressed_tensors,
+    "torchao": formats.read_torchao,
+    "fp8": formats.read_fp8,
+    "bitsandbytes": formats.read_bitsandbytes,
 }
 """`quant_method` of config.json -> what reads such a checkpoint."""
 

@@ -10,8 +10,8 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from glassengine.extensions import plugin
-from glassengine.program.onnx.stored.file import OnnxFile, bare_model
-from glassengine.program.onnx.stored.types import UNKNOWN_SIZE, ValueType, value_types
+from glassengine.program.onnx.file import OnnxFile, bare_model
+from glassengine.program.onnx.types import UNKNOWN_SIZE, ValueType, value_types
 
 if TYPE_CHECKING:
     import onnx
@@ -47,7 +47,7 @@ def translate_file(file: OnnxFile) -> TranslatedFile:
         UsageError: The graph is not valid, or takes or returns something that is not a tensor; or the plugin is not
             installed.
     """
-    translated: TranslatedFile = plugin("onnx.translated").translated(file)
+    translated: TranslatedFile = plugin("onnx.translate").translated(file)
     return translated
 
 

@@ -30,8 +30,8 @@ from glassengine.diagnose.ladder.judging import OnStep, judge, kept, severity_co
 from glassengine.diagnose.ladder.levels import start
 from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
-from glassengine.engine.build.checks import check_dtype
-from glassengine.engine.build.checks import check_written as check_arguments
+from glassengine.engine.build.requests import check_dtype
+from glassengine.engine.build.requests import check_written as check_arguments
 from glassengine.errors import UsageError
 from glassengine.judge.cases import Case
 from glassengine.judge.replay.reference import PLAIN, CoarseArithmetic
@@ -45,12 +45,20 @@ from glassengine.judge.verdict.score import Score
 from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
 from glassengine.numerics.quantization.activations import ROUNDOFF
 from glassengine.plugins.serving.alignment import numbers_of
-from glassengine.plugins.serving.check.aligned import Alignment, arithmetic_of, hidden_kinds, operands_of
 from glassengine.plugins.serving.check.as_stored import AsStored
 from glassengine.plugins.serving.check.literals import not_reached, with_settings
-from glassengine.plugins.serving.check.runs import DEPLOYED, Runs, run_of_encoder, runs_of
+from glassengine.plugins.serving.check.runs import (
+    DEPLOYED,
+    Alignment,
+    Runs,
+    arithmetic_of,
+    hidden_kinds,
+    operands_of,
+    run_of_encoder,
+    runs_of,
+)
 from glassengine.plugins.serving.check.weights import WeightsFound, judge_weights
-from glassengine.plugins.serving.onnx.generator import OWN_LOOP
+from glassengine.plugins.serving.onnx.decoder import OWN_LOOP
 from glassengine.program import load_model
 from glassengine.progress import Progress, Work
 from glassengine.results import Comparison, Divergence, Findings, ResultComparison, Skipped

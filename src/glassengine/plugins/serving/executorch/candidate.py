@@ -13,7 +13,7 @@ from glassengine.recording.formats.files import SafetensorsFile
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.serving.protocol import ServingOptions, ServingRun
 
-INSIDE = Path(__file__).parent / "inside"
+INSIDE = Path(__file__).parent.parent / "inside"
 _RECORD = "etrecord.bin"
 _INTERPRETER = Interpreter("ExecuTorch", "executorch", "glassengine_executorch", INSIDE)
 

@@ -18,8 +18,7 @@ from glassengine.errors import BackendError, UnknownNameError, UsageError
 from glassengine.plugins.serving.alignment import numbers_of
 from glassengine.plugins.serving.ggml.child import find_library
 from glassengine.plugins.serving.ggml.session import LlamaRun
-from glassengine.plugins.serving.ggml.tokens import vocabulary_of
-from glassengine.plugins.serving.ggml.write import ARCHITECTURES, WRITTEN, write_gguf
+from glassengine.plugins.serving.ggml.write import ARCHITECTURES, WRITTEN, vocabulary_of, write_gguf
 from glassengine.program.representation.program import Program
 
 logger = logging.getLogger("glassengine")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glassengine.plugins.serving.executorch.inside.glassengine_executorch import MOVES, OTHERWISE
+from glassengine.plugins.serving.inside.glassengine_executorch import MOVES, OTHERWISE
 from glassengine.plugins.serving.parameters import Unread, as_parameter
 from glassengine.serving.protocol import ServedWeight
 

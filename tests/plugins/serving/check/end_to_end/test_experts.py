@@ -15,8 +15,7 @@ from onnx import helper, numpy_helper
 
 import glassengine as glass
 from glassengine.results import Comparison
-from glassengine.testing.checkpoints import save_checkpoint
-from glassengine.testing.genai import build_genai
+from glassengine.testing.checkpoints import build_genai, save_checkpoint
 
 pytest.importorskip("onnxruntime_genai")
 pytestmark = pytest.mark.slow
