@@ -15,7 +15,8 @@ from glassengine.errors import GlassError, UsageError
 from glassengine.plugins.serving.ggml.write import write_gguf
 from glassengine.serving.protocol import ServingRun
 from glassengine.testing.architectures import FAMILIES
-from glassengine.testing.checkpoints import build_genai, save_checkpoint
+from glassengine.testing.checkpoints import save_checkpoint
+from glassengine.testing.genai import build_genai
 from tests.plugins.serving.ggml.test_backend import made
 
 MODEL = "import torch\n{}\nmodel = torch.nn.Linear(4, 4)\nmodel(torch.randn(2, 4))\n"

@@ -19,7 +19,8 @@ from glassengine.plugins.serving.onnx.decoder import OWN_LOOP, Feeds, generated,
 from glassengine.recording.read.reader import Recording
 from glassengine.serving.protocol import ServingRun, is_decoder
 from glassengine.testing.architectures import FAMILIES
-from glassengine.testing.checkpoints import build_genai, save_checkpoint
+from glassengine.testing.checkpoints import save_checkpoint
+from glassengine.testing.genai import build_genai
 
 PAST = ["batch", 2, "past", 4]
 

@@ -15,7 +15,8 @@ from onnx import helper, numpy_helper
 
 import glassengine as glass
 from glassengine.results import Comparison
-from glassengine.testing.checkpoints import build_genai, save_checkpoint
+from glassengine.testing.checkpoints import save_checkpoint
+from glassengine.testing.genai import build_genai
 
 pytest.importorskip("onnxruntime_genai")
 pytestmark = pytest.mark.slow

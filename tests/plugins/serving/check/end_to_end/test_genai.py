@@ -21,7 +21,8 @@ from glassengine.errors import BackendError
 from glassengine.results import Comparison
 from glassengine.testing import models
 from glassengine.testing.architectures import FAMILIES
-from glassengine.testing.checkpoints import build_genai, save_checkpoint
+from glassengine.testing.checkpoints import save_checkpoint
+from glassengine.testing.genai import build_genai
 
 pytest.importorskip("onnxruntime_genai")
 Plant = Callable[[onnx.ModelProto], None]

@@ -17,7 +17,8 @@ from glassengine.plugins.serving.onnx import candidate
 from glassengine.plugins.serving.onnx.decoder import Generated, generated
 from glassengine.results import Comparison
 from glassengine.testing.architectures import FAMILIES
-from glassengine.testing.checkpoints import build_genai, save_checkpoint
+from glassengine.testing.checkpoints import save_checkpoint
+from glassengine.testing.genai import build_genai
 from tests.plugins.serving.check.end_to_end.test_genai import attribute, check, configured, initializer, planted
 
 pytest.importorskip("onnxruntime_genai")

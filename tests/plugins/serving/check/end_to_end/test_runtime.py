@@ -14,7 +14,8 @@ import glassengine as glass
 from glassengine.plugins.serving.ggml.write import write_gguf
 from glassengine.plugins.serving.onnx.decoder import Feeds
 from glassengine.testing.architectures import FAMILIES
-from glassengine.testing.checkpoints import build_genai, save_checkpoint
+from glassengine.testing.checkpoints import save_checkpoint
+from glassengine.testing.genai import build_genai
 
 pytestmark = pytest.mark.slow
 
