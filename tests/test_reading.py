@@ -23,7 +23,7 @@ ROOM = "reading/"
 TEMPLATES = (
     "diagnose/reproduction/template.py",
     "diagnose/reproduction/onnx_template.py",
-    "program/listing/python_source.py",
+    "program/representation/python_source.py",
 )
 """What users get is to run without this package: their own files, by the libraries they have."""
 
@@ -48,7 +48,7 @@ REASONS: dict[str, dict[str, str]] = {
     "prompt/templates.py": {"json.loads": "the table that ships", "read_text": "the table that ships"},
     "schemas/__init__.py": {"json.loads": "the schemas that ship", "read_text": "the schemas that ship"},
     "engine/run/forward.py": {"Image.open": "on a file that the room opened"},
-    "engine/run/children.py": {
+    "engine/run/load.py": {
         "json.loads": "what a process of ours sent by a pair of sockets: bounded; paths in it may be no text"
     },
     "engine/tokenizing.py": {"os.open": "/dev/null"},
@@ -96,14 +96,14 @@ REASONS: dict[str, dict[str, str]] = {
     },
     "plugins/serving/ggml/capture.py": {"json.load": "what our own parent process sent"},
     "plugins/serving/ggml/prompt.py": {"json.loads": "what a server in this process answered"},
-    "plugins/serving/ggml/session.py": {"json.loads": "what our own child process answered"},
+    "plugins/serving/ggml/backend.py": {"json.loads": "what our own child process answered"},
     "plugins/serving/ggml/steps.py": {"json.loads": "what our own parent process sent"},
     "plugins/serving/ggml/write.py": {"json.loads": "what the library tokenizers made in the same line"},
     "plugins/serving/interpreter.py": {"json.loads": "what our own child process answered"},
     "cli/skill.py": {"read_text": "a file of this package"},
     "plugins/serving/vllm/inside/glassengine_vllm_run.py": {"json.load": "what our own parent process sent"},
     "testing/quantized.py": {"json.loads": "what the test wrote", "read_text": "what the test wrote"},
-    "writing/files.py": {"os.open": "directories, to lock them and to write them out"},
+    "writing.py": {"os.open": "directories, to lock them and to write them out"},
 }
 """File -> call -> why it is not one of the room's."""
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from glassengine.diagnose.paired_modules import watch_modules
     from glassengine.diagnose.paired_run import PairedScript, watch_scripts
     from glassengine.diagnose.script_floor import measure_script_floor
-    from glassengine.program.listing.artifacts import compare_artifacts
+    from glassengine.program.representation.artifacts import compare_artifacts
     from glassengine.recording.read.upload import upload
     from glassengine.recording.series import SeriesReader, find_series
     from glassengine.serving.protocol import is_kind as is_served
@@ -65,7 +65,7 @@ _PUBLIC = {
     "batch_table": "glassengine.diagnose.invariance.machine",
     "calibrate": "glassengine.backends.calibration",
     "check_invariant_script": "glassengine.diagnose.invariance.recorded",
-    "compare_artifacts": "glassengine.program.listing.artifacts",
+    "compare_artifacts": "glassengine.program.representation.artifacts",
     "compare_many": "glassengine.compare.many",
     "compare_series": "glassengine.compare.series",
     "find_series": "glassengine.recording.series",

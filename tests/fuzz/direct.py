@@ -97,7 +97,7 @@ def read_engine(here: Path, shared: Path) -> int:
 
 def read_program(here: Path, shared: Path) -> int:
     from glassengine.backends.protocol.io import read_io
-    from glassengine.engine.run.sampling import read_settings
+    from glassengine.engine.run.generate import read_settings
     from glassengine.program.representation.stored import load_names
 
     names = load_names(here / "it")
@@ -113,8 +113,8 @@ def read_profile(here: Path, shared: Path) -> int:
 
 
 def read_artifacts(here: Path, shared: Path) -> int:
-    from glassengine.program.listing.artifacts import read_manifest
-    from glassengine.program.listing.listing import read_listing
+    from glassengine.program.representation.artifacts import read_manifest
+    from glassengine.program.representation.listing import read_listing
 
     directory = here / "it"
     manifest = read_manifest(directory)

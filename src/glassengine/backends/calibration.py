@@ -23,7 +23,7 @@ from glassengine.backends.registry import find_backend, list_backends
 from glassengine.errors import GlassError
 from glassengine.numerics.kernels import UNMEASURED, KernelError, Kernels, joined
 from glassengine.reading.documents import read_document
-from glassengine.writing.files import aside, private_directory
+from glassengine.writing import aside, private_directory
 
 logger = logging.getLogger("glassengine")
 

@@ -16,7 +16,7 @@ from glassengine.compare.matching.source_wrapper import CACHES, SourceWrapper
 from glassengine.compare.ranks.assembly import EXPLAINED
 from glassengine.compare.ranks.ranks import AssembledRanks
 from glassengine.compare.verdicts import OWN_SHARE, SHARED, Judging, shared_gradients, shares
-from glassengine.numerics.metrics.tolerance import is_inexact
+from glassengine.numerics.tolerance import is_inexact
 from glassengine.recording.layout.layout import Entry
 from glassengine.results import FLAGGED, Packed, Pair
 from glassengine.sites import ROOT

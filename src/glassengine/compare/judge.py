@@ -40,14 +40,14 @@ from glassengine.compare.roundings import (
     may_be_rounding,
     precision_of,
 )
+from glassengine.numerics.drift import DriftSums
 from glassengine.numerics.judgement import SUSPICIOUS, WRONG
 from glassengine.numerics.limits import both_may_hide, is_floating, limits, without_hidden
-from glassengine.numerics.metrics.drift import DriftSums
-from glassengine.numerics.metrics.slices import Means, Slices, figures_of, noise_ratio, slices, sums_of_squares
-from glassengine.numerics.metrics.tolerance import Tolerance, tolerance
+from glassengine.numerics.slices import Means, Slices, figures_of, noise_ratio, slices, sums_of_squares
+from glassengine.numerics.tolerance import Tolerance, tolerance
 from glassengine.recording.layout.noise_floor import NoiseFloor, StoredFloor
 from glassengine.results import VERDICTS, Figures, Pair, Summary, Verdict
-from glassengine.writing.files import crc32_joined
+from glassengine.writing import crc32_joined
 
 BY_FLOOR = "noise floor"
 BY_TOLERANCE = "tolerance (uncalibrated)"

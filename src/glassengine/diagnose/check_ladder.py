@@ -36,7 +36,7 @@ from glassengine.diagnose.ladder.record import add_record, judge_sums_again, ten
 from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.diagnose.ladder.step_by_step import StepStage, numbered, staged
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
-from glassengine.engine.build.ranks import check_mesh
+from glassengine.engine.build.write import check_mesh
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import load
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError

@@ -15,7 +15,7 @@ from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.diagnose.prompt_level import beside, check_only
 from glassengine.diagnose.reproduction.files import require_free
 from glassengine.diagnose.router import route
-from glassengine.engine.build.ranks import mesh_for
+from glassengine.engine.build.write import mesh_for
 from glassengine.errors import UsageError
 from glassengine.extensions import plugin
 from glassengine.judge.cases import as_inputs

@@ -24,7 +24,7 @@ from glassengine.reading.documents import parsed
 from glassengine.reading.files import open_regular, require_directory, shown
 from glassengine.reading.tensors import open_safetensors, read_safetensors
 from glassengine.stores.places import RemotePath, delivered
-from glassengine.writing.files import exchange, remove_tree, save_safetensors
+from glassengine.writing import exchange, remove_tree, save_safetensors
 
 WEIGHTS = "weights.safetensors"
 MAIN = "main"

@@ -36,7 +36,7 @@ from glassengine.executable.cache_store import (
 from glassengine.executable.counters import registry
 from glassengine.executable.graph import CapturedGraph
 from glassengine.results.backends import CachedGraph, CacheReport
-from glassengine.writing.files import remove_tree
+from glassengine.writing import remove_tree
 
 logger = logging.getLogger("glassengine")
 

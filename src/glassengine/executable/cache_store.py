@@ -30,7 +30,7 @@ from glassengine.errors import CorruptError, UsageError
 from glassengine.executable.graph import CapturedGraph
 from glassengine.reading.documents import Size, read_document
 from glassengine.reading.files import open_regular, require_directory, shown
-from glassengine.writing.files import append, local, private_directory, remove_tree, untrusted
+from glassengine.writing import append, local, private_directory, remove_tree, untrusted
 
 Parts = Mapping[str, Mapping[str, str]]
 """Part ("inputs", "versions", ...) -> name within it -> value, all as text."""

@@ -39,7 +39,7 @@ from glassengine.executable.profile_taker import DEFAULT_PORT, DEFAULT_S, Asked,
 from glassengine.executable.profiling import prepare
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import read_text, user_key
-from glassengine.writing.files import local
+from glassengine.writing import local
 
 logger = logging.getLogger("glassengine")
 

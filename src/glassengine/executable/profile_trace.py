@@ -21,7 +21,7 @@ from glassengine.reading.copies import here
 from glassengine.reading.documents import Size, parsed
 from glassengine.reading.files import read_bytes
 from glassengine.spans import PREFIX, Kernels
-from glassengine.writing.files import document_checksum
+from glassengine.writing import document_checksum
 
 SUMMARY = "profile.json"
 FORMAT = "glass-profile"

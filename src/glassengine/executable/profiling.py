@@ -38,7 +38,7 @@ from glassengine.executable.graph import Execution, attach, detach
 from glassengine.executable.profile_trace import FORMAT, SCHEMA_VERSION, SUMMARY, annotate, sealed, summarize
 from glassengine.sites import ROOT
 from glassengine.stores.places import RemotePath, deliver, place
-from glassengine.writing.files import aside, next_directory, remove_tree
+from glassengine.writing import aside, next_directory, remove_tree
 
 logger = logging.getLogger("glassengine")
 

@@ -18,7 +18,7 @@ from glassengine.kernels.trace import copied, tensors_of
 from glassengine.kernels.written_out import WrittenOut
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.kinds import parts
-from glassengine.numerics.metrics.orders import called, order_between
+from glassengine.numerics.orders import called, order_between
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
 from glassengine.results.kernels import KernelMistake, MistakeKind, TensorMatch

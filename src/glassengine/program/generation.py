@@ -25,7 +25,7 @@ from glassengine.program.export.export import export_causal_lm, export_module, e
 from glassengine.program.kinds import causal_lm, encoder_decoder, image_text
 from glassengine.program.kinds.causal_lm import is_pretrained, keeps_states
 from glassengine.program.kinds.example_inputs import encoder_inputs, example_inputs, explain_made_up_inputs
-from glassengine.program.listing.listing import OnStage
+from glassengine.program.representation.listing import OnStage
 from glassengine.program.representation.program import FIXED_INPUTS, SMALLEST, Program
 from glassengine.program.representation.signature import example_of, leave_meta_device, small_sizes
 from glassengine.program.user_code.module_state import ModuleState, applied_state

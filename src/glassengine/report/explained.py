@@ -11,7 +11,7 @@ from glassengine.report.findings import RULES, findings
 from glassengine.report.terminal_check import answer, compared, headline
 from glassengine.report.words import hint_details, of_side, untried
 from glassengine.results import VERDICTS, Comparison, Divergence, Figures, Pair, Skipped
-from glassengine.results.prompt import LEVEL
+from glassengine.results.apart import LEVEL
 from glassengine.sites import matches
 
 _MAX_SITES = 5

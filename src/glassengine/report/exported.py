@@ -23,7 +23,7 @@ from glassengine.results import VERDICTS, Comparison, Pair
 from glassengine.results.notebook import needed, verdict_rows
 from glassengine.results.report import WrittenReport
 from glassengine.results.stored import read_comparisons
-from glassengine.writing.files import aside, local
+from glassengine.writing import aside, local
 
 COLORS = {"identical": "#e8e8e8", "rounding": "#9ecae1", "suspicious": "#ffd92f", "wrong": "#d95f02"}
 _TEXT = {"identical": "#000000", "rounding": "#000000", "suspicious": "#000000", "wrong": "#ffffff"}

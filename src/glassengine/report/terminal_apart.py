@@ -11,9 +11,15 @@ from rich.text import Text
 
 from glassengine.report.table import Screen, Table, mark, new_table
 from glassengine.results import Comparison
-from glassengine.results.invariance import Invariance, Variation
-from glassengine.results.prompt import PromptComparison, PromptExample, PromptFinding
-from glassengine.results.rollout import RolloutComparison, RolloutToken
+from glassengine.results.apart import (
+    Invariance,
+    PromptComparison,
+    PromptExample,
+    PromptFinding,
+    RolloutComparison,
+    RolloutToken,
+    Variation,
+)
 
 if TYPE_CHECKING:
     from glassengine.results.backends import CacheReport

@@ -13,6 +13,19 @@ from glassengine.results.answer import (
     ResultComparison,
     Standing,
 )
+from glassengine.results.apart import (
+    BatchProof,
+    FirstOperation,
+    Invariance,
+    PromptComparison,
+    PromptExample,
+    PromptFinding,
+    RolloutCause,
+    RolloutComparison,
+    RolloutToken,
+    SwitchTried,
+    Variation,
+)
 from glassengine.results.backends import (
     ArtifactComparison,
     CachedGraph,
@@ -82,7 +95,6 @@ from glassengine.results.hints import (
     Quantization,
     QuantizedWeight,
 )
-from glassengine.results.invariance import BatchProof, FirstOperation, Invariance, SwitchTried, Variation
 from glassengine.results.metrics import (
     MetricsReport,
     MetricSummary,
@@ -97,7 +109,6 @@ from glassengine.results.pairs import (
     counts_of,
     tally_of,
 )
-from glassengine.results.prompt import PromptComparison, PromptExample, PromptFinding
 from glassengine.results.recorded import (
     Bisection,
     ListedSnapshot,
@@ -111,7 +122,6 @@ from glassengine.results.report import (
     ReportPage,
     WrittenReport,
 )
-from glassengine.results.rollout import RolloutCause, RolloutComparison, RolloutToken
 
 __all__ = [
     "BY_GRID",

@@ -15,8 +15,7 @@ import torch
 import glassengine as glass
 from glassengine.engine import files
 from glassengine.engine.manifest import read_manifest
-from glassengine.engine.run.children import Children
-from glassengine.engine.run.load import ParallelEngine
+from glassengine.engine.run.load import Children, ParallelEngine
 from glassengine.engine.run.member import part_of
 from glassengine.errors import BackendError, UsageError
 from glassengine.testing import models

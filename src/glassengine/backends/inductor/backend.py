@@ -25,8 +25,7 @@ import torch
 
 from glassengine import environment
 from glassengine.accelerators import require_device
-from glassengine.backends.inductor.grouped_queries import node_of, with_grouped_queries
-from glassengine.backends.inductor.one_row import of_one_token, one_token_shapes
+from glassengine.backends.inductor.rewrites import node_of, of_one_token, one_token_shapes, with_grouped_queries
 from glassengine.backends.inductor.settings import flags_in_effect, read_flags, use_private_directory
 from glassengine.backends.protocol.backend import (
     Availability,
@@ -42,7 +41,7 @@ from glassengine.backends.protocol.backend import (
 from glassengine.backends.protocol.io import device_of, exported_on, read_io, running_on, write_io
 from glassengine.errors import BackendError, CorruptError
 from glassengine.executable.cache import CompilerCache
-from glassengine.program.listing.listing import list_nodes, stage_of
+from glassengine.program.representation.listing import list_nodes, stage_of
 from glassengine.program.representation.program import Program, copied_graph
 from glassengine.program.user_code.calls import described
 from glassengine.reading.documents import parsed

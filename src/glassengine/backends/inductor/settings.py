@@ -31,7 +31,7 @@ from glassengine import environment
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.executable.cache import CacheWork
 from glassengine.executable.cache_store import Parts
-from glassengine.writing.files import private_directory, remove_tree, untrusted
+from glassengine.writing import private_directory, remove_tree, untrusted
 
 logger = logging.getLogger("glassengine")
 

@@ -30,8 +30,8 @@ from glassengine.judge.cases import Case, StepInputs, empty_caches
 from glassengine.judge.exclusions.masked import valid_mask
 from glassengine.judge.replay.reference import ReferenceRun
 from glassengine.numerics.judgement import WRONG
-from glassengine.numerics.metrics.measure import measure
-from glassengine.numerics.metrics.tolerance import tolerance
+from glassengine.numerics.measure import measure
+from glassengine.numerics.tolerance import tolerance
 from glassengine.program.representation.program import Program
 from glassengine.results.engines import AGREEMENTS, Agreement, EngineColumn, SideBySide, StepDifference, TokenDifference
 

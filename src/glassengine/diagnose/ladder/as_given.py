@@ -20,8 +20,8 @@ from glassengine.diagnose.ladder.climb import Climb
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.judge.end_to_end import results_of
 from glassengine.judge.sides.arguments import CACHE, Arguments
+from glassengine.numerics.drift import decibels, loss_of
 from glassengine.numerics.mask_values import same_where
-from glassengine.numerics.metrics.drift import decibels, loss_of
 from glassengine.program import LoadedModel
 from glassengine.program.onnx.session import OnnxModel, SessionSettings
 from glassengine.program.representation.signature import named_results

@@ -32,7 +32,6 @@ from glassengine.backends.registry import choose_backend, choose_device, find_ba
 from glassengine.engine import files
 from glassengine.engine.build.artifacts import ArtifactWriter
 from glassengine.engine.build.plan import BuildPlan, BuildSettings, plan_build
-from glassengine.engine.build.ranks import check_mesh, mesh_for, write_ranks
 from glassengine.engine.build.requests import (
     DEFAULT_MAX_SEQ_LEN,
     check_dtype,
@@ -40,7 +39,7 @@ from glassengine.engine.build.requests import (
     check_written,
     require_agreement,
 )
-from glassengine.engine.build.write import about_build, for_compiler, write_engine
+from glassengine.engine.build.write import about_build, check_mesh, for_compiler, mesh_for, write_engine, write_ranks
 from glassengine.engine.recorded_model import directory_to_record
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import load
@@ -60,7 +59,7 @@ from glassengine.sites import patterns_of
 from glassengine.stores.places import RemotePath, place
 from glassengine.workers import Died
 from glassengine.workers.processes import Processes
-from glassengine.writing.files import remove_tree
+from glassengine.writing import remove_tree
 
 logger = logging.getLogger("glassengine")
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from glassengine import environment
-from glassengine.engine.run.children import receive, send
-from glassengine.engine.run.load import member_of
+from glassengine.engine.run.load import member_of, receive, send
 from glassengine.engine.run.member import Member
 from glassengine.errors import GlassError
 

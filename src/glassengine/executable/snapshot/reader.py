@@ -28,7 +28,7 @@ from glassengine.recording.layout.statistics import summarize
 from glassengine.recording.layout.values import bytes_of
 from glassengine.results.recorded import ListedSnapshot
 from glassengine.stores.places import delivered, place
-from glassengine.writing.files import aside, crc32
+from glassengine.writing import aside, crc32
 
 _T = TypeVar("_T")
 

@@ -33,7 +33,7 @@ from glassengine.executable.snapshot.policy import (
     SnapshotPolicy,
 )
 from glassengine.executable.snapshot.taker import SnapshotTaker
-from glassengine.writing.files import local
+from glassengine.writing import local
 
 logger = logging.getLogger("glassengine")
 DIRECTORY = "dump"

@@ -41,7 +41,7 @@ from glassengine.executable.snapshot.tensors import (
 from glassengine.program.onnx.translated import without_data
 from glassengine.recording.layout.statistics import summarize
 from glassengine.recording.layout.values import bytes_of, dtype_name
-from glassengine.writing.files import aside, crc32, remove_tree
+from glassengine.writing import aside, crc32, remove_tree
 
 logger = logging.getLogger("glassengine")
 

@@ -1,6 +1,6 @@
 """A quantized candidate beside its unquantized baseline: what each layer costs, and what is a mistake.
 
-    weights     each pair by name: within the step of its own grid, or a mistake (`numerics.quantization.weight_error`)
+    weights     each pair by name: within the step of its own grid, or a mistake (`numerics.weight_error`)
     outputs     the baseline runs; each module with a quantized weight runs again with it, on the same inputs
     logits      the baseline runs once per quantized weight, with that one in place, and once as the candidate
 
@@ -32,9 +32,9 @@ from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.errors import IncomparableError
 from glassengine.judge.cases import Inputs, read_inputs
 from glassengine.judge.sides.module import threads_for
+from glassengine.numerics import rescaling
 from glassengine.numerics.judgement import unit_roundoff
-from glassengine.numerics.quantization import rescaling
-from glassengine.numerics.quantization.weight_error import WeightError, judge_weight
+from glassengine.numerics.weight_error import WeightError, judge_weight
 from glassengine.plugins.quantized.effects import (
     Weight,
     checkpoint_drift,
@@ -47,7 +47,7 @@ from glassengine.plugins.quantized.effects import (
 from glassengine.plugins.quantized.result import LEVEL, findings_of, finished, result_of
 from glassengine.program import LoadedModel, load_model
 from glassengine.program.loading.quantized import quantization_steps
-from glassengine.program.quantized.grid import QuantizedModule
+from glassengine.program.loading.quantized_grid import QuantizedModule
 from glassengine.progress import Progress, Work, silent
 from glassengine.results import (
     CaseInputs,

@@ -32,8 +32,8 @@ from glassengine.judge.graphs.by_name import in_order
 from glassengine.judge.replay.replay import covered
 from glassengine.judge.sides.arguments import matched
 from glassengine.judge.verdict.coverage import granularity_of
-from glassengine.numerics.metrics.drift import shared
-from glassengine.numerics.quantization.weight_error import WeightError
+from glassengine.numerics.drift import shared
+from glassengine.numerics.weight_error import WeightError
 from glassengine.plugins.onnx.dequantized import without_grids
 from glassengine.plugins.quantized.file import QuantizedFile, QuantizedOp, judge_widths
 from glassengine.plugins.quantized.graph import QuantizedRun

@@ -1,6 +1,6 @@
 """Aligns the tensors of a serving engine with those of the program: tables, in the format of `--map`.
 
-A table is a file `<layout>/tables/<name>.json`:
+A table is a file `tables/<layout>/<name>.json`:
 
     {"schema_version": 1,
      "architectures": ["llama"],                                what the engine calls the kinds of model it is for
@@ -32,7 +32,7 @@ from glassengine.compare.matching.maps import MapRule, TensorMap, parse_map
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.reading.documents import read_document
 
-_ROOMS = Path(__file__).parent
+_TABLES = Path(__file__).parent / "tables"
 _MOST_BYTES = 1 << 20
 _IN_NAME = re.compile(r"\$\{(\w+)\}")
 
@@ -104,11 +104,7 @@ def table_of(layout: str, architecture: str, numbers: Mapping[str, int | None]) 
 
 def _included(files: Mapping[str, TableFile], name: str) -> TableFile:
     layout, _, own = name.rpartition("/")
-    return (
-        files[own]
-        if not layout
-        else read_document(_ROOMS / layout / "tables" / f"{own}.json", TableFile, most=_MOST_BYTES)
-    )
+    return files[own] if not layout else read_document(_TABLES / layout / f"{own}.json", TableFile, most=_MOST_BYTES)
 
 
 def require_layout(layout: str) -> Path:
@@ -119,12 +115,12 @@ def require_layout(layout: str) -> Path:
     """
     if layout not in layouts():
         raise UnknownNameError("layout", layout, layouts(), hint="--layout, or names of your own: --map FILE")
-    return _ROOMS / layout / "tables"
+    return _TABLES / layout
 
 
 def layouts() -> list[str]:
     """Return the layouts that there are tables of."""
-    return sorted(path.parent.name for path in _ROOMS.glob("*/tables"))
+    return sorted(path.name for path in _TABLES.iterdir())
 
 
 def _rules(rules: Sequence[Mapping[str, Any]], numbers: Mapping[str, int | None], place: str) -> tuple[MapRule, ...]:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from glassengine.errors import UsageError
 from glassengine.program.export.functionalize import decomposed, functional
 from glassengine.program.kinds import causal_lm, encoder_decoder, image_text
-from glassengine.program.listing.listing import OnStage, Stage
+from glassengine.program.representation.listing import OnStage, Stage
 from glassengine.program.representation.naming import Paths, build_sites, describe_shape
 from glassengine.program.representation.program import (
     CALLED_AS,

@@ -16,8 +16,8 @@ from glassengine.report import words
 from glassengine.report.page.head import Cell, Chip, Fact, Head, PageTable, Plot, table
 from glassengine.report.terminal_apart import numbers
 from glassengine.results import ArtifactComparison, SeriesComparison, SideBySide
+from glassengine.results.apart import RolloutComparison
 from glassengine.results.backends import Difference
-from glassengine.results.rollout import RolloutComparison
 from glassengine.results.stored import Apart
 
 _OF_AGREEMENT = {"bitwise": "identical", "within rounding": "rounding", "beyond": "wrong"}

@@ -38,7 +38,7 @@ from glassengine.report.page.redact import MOST_BYTES, MOST_PAIRS, first_pairs, 
 from glassengine.results import Comparison, Comparisons, Replayed, Verdict, sentences, worst
 from glassengine.results.report import ReportPage, StepLabel, WrittenReport
 from glassengine.results.stored import Apart, OnPair, Plain, Stored, read_result, without_pairs
-from glassengine.writing.files import local, remove_tree
+from glassengine.writing import local, remove_tree
 
 PAGE = "index.html"
 SCRIPTS = ("theme", "core", "names", "scale", "rows", "map", "course", "table", "detail", "plots", "tree", "main")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.diagnose import check
-from glassengine.program.quantized.grid import quantized_module
+from glassengine.program.loading.quantized_grid import quantized_module
 from glassengine.results import Comparison
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.ao is deprecated, and still what people have

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from glassengine.plugins.serving.executorch.candidate import INSIDE
+from glassengine.plugins.serving.executorch import INSIDE
 from tests.modules import module_at
 
 

@@ -31,7 +31,7 @@ from glassengine.executable.steps import mark_step as end_step
 from glassengine.plugins.lazy.running import fetch, run_pending
 from glassengine.plugins.lazy.settings import Reason
 from glassengine.plugins.lazy.tensor import LazyTensor
-from glassengine.writing.files import open_for_torch
+from glassengine.writing import open_for_torch
 
 T = TypeVar("T")
 

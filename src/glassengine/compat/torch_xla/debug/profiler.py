@@ -17,7 +17,7 @@ from glassengine.executable.profile_taker import MAX_STEPS
 from glassengine.executable.profiling import Profile
 from glassengine.executable.steps import is_master_ordinal, mark_step
 from glassengine.spans import Trace as Span
-from glassengine.writing.files import next_directory
+from glassengine.writing import next_directory
 
 logger = logging.getLogger("glassengine")
 

@@ -6,7 +6,7 @@
 
 Weights that are the checkpoint's but for their quantization are taken over: what they cost is in the first level, and
 ops are judged on the weights that the engine has. A weight that is a mistake is not: its op is wrong, too. Products
-that round their activations are judged on the rounded ones (`numerics.quantization.activations`).
+that round their activations are judged on the rounded ones (`numerics.activations`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from glassengine.judge.sides.recorded import PARTIAL, RecordedOps, dtype_of
 from glassengine.judge.verdict.conclude import findings_of
 from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.judge.verdict.score import Score
+from glassengine.numerics.activations import ROUNDOFF
 from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
-from glassengine.numerics.quantization.activations import ROUNDOFF
 from glassengine.plugins.serving.alignment import numbers_of
 from glassengine.plugins.serving.check.as_stored import AsStored
 from glassengine.plugins.serving.check.literals import not_reached, with_settings
@@ -63,7 +63,7 @@ from glassengine.program import load_model
 from glassengine.progress import Progress, Work
 from glassengine.results import Comparison, Divergence, Findings, ResultComparison, Skipped
 from glassengine.serving.protocol import Served, ServedInDtype, ServedWeight, open_served
-from glassengine.writing.files import remove_tree
+from glassengine.writing import remove_tree
 
 
 def check_written(request: CheckRequest, _: Any) -> Comparison:

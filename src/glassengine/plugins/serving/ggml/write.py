@@ -19,8 +19,8 @@ from glassengine.compare.matching.layouts import LayoutOperation, apply
 from glassengine.compare.matching.maps import MapRule
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.plugins.serving.alignment import numbers_of, table_of
+from glassengine.plugins.serving.ggml.candidate import stored_names
 from glassengine.plugins.serving.ggml.types import BY_NAME, TensorType, q4_k
-from glassengine.plugins.serving.ggml.weights import stored_names
 
 logger = logging.getLogger("glassengine")
 

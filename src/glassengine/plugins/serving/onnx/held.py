@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from glassengine.errors import CorruptError
-from glassengine.numerics.quantization.activations import READERS
+from glassengine.numerics.activations import READERS
 from glassengine.plugins.serving.onnx.quantized import Numbers, of_experts, of_gather, of_linear, of_matmul
 from glassengine.program.onnx.file import OnnxFile, constant_of, tensor_of, torch_dtype
 from glassengine.program.onnx.session import start
