@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "glass(**options): options of glass.check and glass.compare for the checks of a test"
     )
     if not hasattr(config, "workerinput"):
-        from glassengine.pytest_plugin.checks import PluginSummary
+        from glassengine.pytest_plugin.summary import PluginSummary
 
         config.pluginmanager.register(PluginSummary(config), SUMMARY)
 
