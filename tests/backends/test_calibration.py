@@ -11,8 +11,8 @@ import torch
 
 from glassengine.backends import calibration, kernel_sweep
 from glassengine.backends.registry import find_backend
+from glassengine.numerics.float64 import Operation
 from glassengine.numerics.kernels import KernelError
-from glassengine.numerics.ops import Operation
 
 pytest.importorskip("onnxruntime")
 

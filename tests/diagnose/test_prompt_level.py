@@ -19,7 +19,7 @@ from glassengine.diagnose import prompt_level
 from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.plugins.serving.ggml.write import vocabulary_of, write_gguf
-from glassengine.report.agent_text import agent_text
+from glassengine.report.explained import agent_text
 from glassengine.report.findings import findings
 from glassengine.report.page.write import write_report
 from glassengine.report.sarif import sarif

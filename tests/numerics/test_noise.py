@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from glassengine.numerics.float64 import U_ACCUMULATE
 from glassengine.numerics.noise import ExactProduct, uniform
-from glassengine.numerics.ops import U_ACCUMULATE
 
 aten = torch.ops.aten
 U = 2.0**-24

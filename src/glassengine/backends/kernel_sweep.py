@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 
 from glassengine.backends.protocol.backend import Backend
 from glassengine.numerics.bounds import has_bound, rounding_bound
+from glassengine.numerics.float64 import Operation, Roundoff
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.kernels import KernelError
-from glassengine.numerics.ops import Operation, Roundoff
 from glassengine.ops.row import Rounding
 from glassengine.program.export.export import export_module
 from glassengine.program.loading.stored import onnx_program

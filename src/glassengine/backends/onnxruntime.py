@@ -23,7 +23,7 @@ from glassengine.backends.protocol.backend import Capabilities, Network, Run
 from glassengine.backends.protocol.io import device_of, read_io
 from glassengine.errors import BackendError
 from glassengine.program.onnx.session import start
-from glassengine.program.onnx.types import ELEMENT_TYPES
+from glassengine.program.onnx.translated import ELEMENT_TYPES
 from glassengine.program.representation.program import Program
 
 # A node that the first provider has no kernel for is left to the second.

@@ -21,8 +21,8 @@ from glassengine.blocks.arrays import (
     statistics_of,
     stream_of,
 )
-from glassengine.compare import shapes
 from glassengine.compare.loader import Checksums, Counted, PairLoader
+from glassengine.compare.matching import layouts
 from glassengine.compare.matching.matching import MatchedPair
 from glassengine.compare.precision import by_drift, drift_of
 from glassengine.compare.roundings import (
@@ -118,7 +118,7 @@ class PairJudge(PairLoader):
             _, share = self.whole(one)
             y = y._replace(array=y.array + share.array) if share.array.shape == y.array.shape else y
         if x.array.shape != y.array.shape:
-            what = shapes.difference(x.array.shape, y.array.shape, match.baseline.site)
+            what = layouts.difference(x.array.shape, y.array.shape, match.baseline.site)
             pair = dataclasses.replace(self.pair_of(match), verdict="wrong", judged_by=BY_SHAPE, reason=what)
             return PairVerdict(pair, None, counted)
         allowed = self.tolerance(match, x.dtype, y.dtype)

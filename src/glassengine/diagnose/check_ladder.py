@@ -57,7 +57,7 @@ from glassengine.judge.verdict.conclude import findings_of
 from glassengine.judge.verdict.corrections import with_configuration
 from glassengine.judge.verdict.drift import Drift, is_less_precise
 from glassengine.judge.verdict.evidence import EvidenceBox
-from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
+from glassengine.numerics.float64 import ACCUMULATIONS, Accumulation
 from glassengine.program import LoadedModel, load_candidate, load_model
 from glassengine.program.generation import PLAIN
 from glassengine.program.kinds.image_text import IMAGE_TOKEN, WITHOUT_IMAGES

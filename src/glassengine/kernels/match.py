@@ -14,8 +14,8 @@ from glassengine.errors import UsageError
 from glassengine.kernels.leaves import RIGHT, figures, passes
 from glassengine.kernels.prepared import Prepared, as_tensors, same, settled
 from glassengine.kernels.trace import tensors_of
+from glassengine.numerics.float64 import ACCUMULATIONS, Accumulation
 from glassengine.numerics.judgement import Judgement
-from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
 from glassengine.results import worst
 from glassengine.results.base import VERDICTS
 from glassengine.results.kernels import KernelMistake, Match, TensorMatch

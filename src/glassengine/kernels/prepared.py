@@ -29,7 +29,7 @@ from glassengine.kernels.trace import (
     traced,
     wide,
 )
-from glassengine.numerics.ops import Accumulation
+from glassengine.numerics.float64 import Accumulation
 
 _LARGE = 1 << 22
 """Elements of inputs and results from which on rows are judged in parts."""

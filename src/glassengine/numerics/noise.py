@@ -33,9 +33,8 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.numerics.bounds import attention_parts
-from glassengine.numerics.float64 import target_of
+from glassengine.numerics.float64 import FLOAT32_SUMS, U_ACCUMULATE, Accumulation, target_of
 from glassengine.numerics.kernels import assumed
-from glassengine.numerics.ops import FLOAT32_SUMS, U_ACCUMULATE, Accumulation
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import named, traits_of
 from glassengine.program.representation.naming import op_name

@@ -100,7 +100,7 @@ def test_s2_whatever_compiles_or_loads_looks_first(monkeypatch: pytest.MonkeyPat
     def look() -> None:
         raise Looked
 
-    for module in ("backend", "cache"):
+    for module in ("backend", "settings"):
         monkeypatch.setattr(f"glassengine.backends.inductor.{module}.use_private_directory", look)
     backend, graph = InductorBackend(), torch.fx.symbolic_trace(torch.nn.ReLU())
     with pytest.raises(Looked):

@@ -7,7 +7,7 @@ from torch import nn
 
 from glassengine.judge.replay.values import Values
 from glassengine.numerics.activations import READERS
-from glassengine.numerics.ops import FLOAT32_SUMS
+from glassengine.numerics.float64 import FLOAT32_SUMS
 from glassengine.program.export.export import export_module
 from glassengine.testing import models
 

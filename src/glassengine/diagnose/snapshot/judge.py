@@ -30,7 +30,7 @@ from glassengine.judge.sides.protocol import Guarantee, Observed, Place, Side
 from glassengine.judge.verdict.conclude import findings_of
 from glassengine.judge.verdict.run import run_cases
 from glassengine.judge.verdict.score import Score
-from glassengine.numerics.ops import Accumulation
+from glassengine.numerics.float64 import Accumulation
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program, copied_graph

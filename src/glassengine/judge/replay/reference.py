@@ -25,11 +25,10 @@ from glassengine.judge.exclusions.masked import HiddenValues
 from glassengine.judge.exclusions.sources_per_step import Excluded, Exclusions, sources_of
 from glassengine.judge.exclusions.ties import settled_sources
 from glassengine.numerics.activations import Read
-from glassengine.numerics.float64 import double, retarget, retargeted, target_of
+from glassengine.numerics.float64 import FLOAT32_SUMS, Accumulation, double, retarget, retargeted, target_of
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.kinds import KnownValues
 from glassengine.numerics.noise import ExactProduct, disturbed, noisy, rounded, rounds, uniform
-from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.numerics.verdict import Reference
 from glassengine.ops.traits import traits_of
 from glassengine.program.onnx.function import Composite

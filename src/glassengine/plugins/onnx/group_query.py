@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from glassengine.plugins.onnx.table import composed, given_inputs
-from glassengine.program.onnx.types import ValueType
+from glassengine.program.onnx.translated import ValueType
 
 if TYPE_CHECKING:
     import onnx

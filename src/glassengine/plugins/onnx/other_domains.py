@@ -26,7 +26,7 @@ from glassengine.plugins.onnx.experts import experts
 from glassengine.plugins.onnx.group_query import group_query
 from glassengine.plugins.onnx.table import Call, OnnxNode, translation
 from glassengine.program.onnx.function import TABULAR, OnnxFunction
-from glassengine.program.onnx.types import UNKNOWN_SIZE, ValueType
+from glassengine.program.onnx.translated import UNKNOWN_SIZE, ValueType
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

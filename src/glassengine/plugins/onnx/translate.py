@@ -44,8 +44,7 @@ from glassengine.plugins.onnx.table import TRANSLATIONS, Call, OnnxNode
 from glassengine.program.onnx.control import LABEL, NAME, Body, called_function, if_else, loop, scan
 from glassengine.program.onnx.file import OnnxFile, constant_of, free_names, named_weights, tensor_of, torch_dtype
 from glassengine.program.onnx.function import OnnxFunction, OnnxVerifier, one_node
-from glassengine.program.onnx.translated import TranslatedFile, metadata_of
-from glassengine.program.onnx.types import UNKNOWN_SIZE, ValueType, value_types
+from glassengine.program.onnx.translated import UNKNOWN_SIZE, TranslatedFile, ValueType, metadata_of, value_types
 
 if TYPE_CHECKING:
     import onnx

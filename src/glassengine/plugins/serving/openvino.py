@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from glassengine.backends.openvino import shared_core
 from glassengine.errors import BackendError, UsageError, first_line
+from glassengine.plugins.serving.alignment import Unread, as_parameter
 from glassengine.plugins.serving.inside.glassengine_executorch import MOVES, OTHERWISE
-from glassengine.plugins.serving.parameters import Unread, as_parameter
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.serving.protocol import EngineSetting, ServedWeight, ServingOptions, ServingRun
 

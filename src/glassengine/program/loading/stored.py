@@ -26,8 +26,7 @@ from glassengine.errors import CorruptError, GlassError, UnknownNameError, Usage
 from glassengine.program.export.export import named_program
 from glassengine.program.onnx.file import OnnxFile, is_onnx, read_onnx
 from glassengine.program.onnx.session import OnnxModel
-from glassengine.program.onnx.translated import TranslatedFile, metadata_of, translate_file
-from glassengine.program.onnx.types import UNKNOWN_SIZE, ValueType
+from glassengine.program.onnx.translated import UNKNOWN_SIZE, TranslatedFile, ValueType, metadata_of, translate_file
 from glassengine.program.representation.archive import inert_archive, load_archive
 from glassengine.program.representation.naming import Paths, is_tensor_node, op_name, source_line
 from glassengine.program.representation.program import FIXED_INPUTS, OnnxGraph, Port, Program

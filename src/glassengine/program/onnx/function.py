@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class OnnxFunction:
     """A function of tensors with the name of an ATen op, and the order of its arguments.
 
-    Bounds, noise and ties are those of the op of that name (`numerics.ops`); a name of no class has no bound.
+    Bounds, noise and ties are those of the op of that name (`numerics.float64`); a name of no class has no bound.
 
     Args:
         function: Computes the results in any given dtype.

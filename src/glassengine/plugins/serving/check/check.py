@@ -43,7 +43,7 @@ from glassengine.judge.verdict.conclude import findings_of
 from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.judge.verdict.score import Score
 from glassengine.numerics.activations import ROUNDOFF
-from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
+from glassengine.numerics.float64 import ACCUMULATIONS, Accumulation
 from glassengine.plugins.serving.alignment import numbers_of
 from glassengine.plugins.serving.check.as_stored import AsStored
 from glassengine.plugins.serving.check.literals import not_reached, with_settings

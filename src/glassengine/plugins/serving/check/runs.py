@@ -19,8 +19,8 @@ from glassengine.judge.replay.reference import CoarseArithmetic
 from glassengine.judge.sides.protocol import Place
 from glassengine.judge.sides.recorded import RecordedTensors, case_of, recorded_case
 from glassengine.numerics.activations import READERS, ROUNDOFF, Read
+from glassengine.numerics.float64 import Accumulation
 from glassengine.numerics.judgement import unit_roundoff
-from glassengine.numerics.ops import Accumulation
 from glassengine.ops.traits import traits_of
 from glassengine.plugins.serving.alignment import numbers_of, table_of
 from glassengine.plugins.serving.ggml.types import READ_AS

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from glassengine.compare.matching.globs import captures, substitute
 from glassengine.compare.matching.maps import MapRule
 from glassengine.errors import CorruptError, UsageError
-from glassengine.plugins.serving.alignment import EPSILONS, AlignmentTable, numbers_of, table_of
+from glassengine.plugins.serving.alignment import EPSILONS, AlignmentTable, Unread, as_parameter, numbers_of, table_of
 from glassengine.plugins.serving.ggml.child import find_library, run_llama
 from glassengine.plugins.serving.ggml.file import GgufFile, GgufTensor
 from glassengine.plugins.serving.ggml.types import dequantized, step_of
-from glassengine.plugins.serving.parameters import Unread, as_parameter
 from glassengine.reading.files import open_regular, read_at, shown
 from glassengine.results import Kind
 from glassengine.serving.protocol import EngineSetting, ServedWeight, ServingOptions, ServingRun

@@ -26,10 +26,9 @@ from glassengine.compare.matching.globs import NameIndex, captures, substitute
 from glassengine.compare.matching.layouts import LayoutOperation
 from glassengine.compare.matching.maps import MapRule
 from glassengine.errors import UsageError
-from glassengine.plugins.serving.alignment import AlignmentTable, numbers_of, table_of
+from glassengine.plugins.serving.alignment import AlignmentTable, Unread, adds_one, as_parameter, numbers_of, table_of
 from glassengine.plugins.serving.onnx.decoder import CONFIG, OWN_LOOP, Feeds, OnnxDecoder, generated, open_decoder
 from glassengine.plugins.serving.onnx.held import Held, HeldGraph, facts_of, whole_tensor
-from glassengine.plugins.serving.parameters import Unread, adds_one, as_parameter
 from glassengine.program.onnx.file import OnnxFile, read_onnx
 from glassengine.program.onnx.session import SessionSettings, errors_of_runtime, open_session, start
 from glassengine.program.onnx.translated import metadata_of
