@@ -106,6 +106,13 @@ def test_a_step_stores_the_rows_that_it_adds(tmp_path: Path, dtype: torch.dtype)
     assert all(torch.equal(bits(opened.tensor(entry)), bits(caches[entry.step])) for entry in found)
 
 
+def test_a_cache_that_stays_as_it_is_is_stored_once(tmp_path: Path) -> None:
+    keys = torch.randn(1, 2, 50, 8)
+    found = entries_of(opened := record_caches(tmp_path / "r", [keys] * 4))
+    assert [entry.added.shape if entry.added else None for entry in found] == [None, *[(1, 2, 0, 8)] * 3]
+    assert all(torch.equal(opened.tensor(entry), keys) for entry in found)
+
+
 def test_a_long_generation_takes_a_tenth_of_what_its_caches_have_together(tmp_path: Path) -> None:
     opened = record_caches(tmp_path / "r", grown(400))
     size = sum(file.stat().st_size for file in (tmp_path / "r").iterdir())

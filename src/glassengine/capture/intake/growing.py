@@ -28,9 +28,9 @@ class GrowingTensors:
         self._last: dict[str, tuple[int, int, Tensor]] = {}
 
     def added(self, site: str, step: int, tensor: Tensor) -> Tensor | None:
-        """Return the rows that `step` adds; None unless all others are bitwise those of the step numbered before.
+        """Return the rows, maybe none, that `step` adds; None unless the others are bitwise those of the step before.
 
-        Steps of several threads end in any order: only of neighbors it is known that none comes between them.
+        Steps of several threads end in any order. Only numbers that follow each other have no step in between.
         """
         if tensor.itemsize not in _WORDS or tensor.is_complex():
             return None
@@ -38,7 +38,7 @@ class GrowingTensors:
         count = values.shape[self._axis]
         with self._lock:
             before, size, copy = self._last.pop(site, (-1, 0, values))
-            is_next = before == step - 1 and 0 < size < count
+            is_next = before == step - 1 and 0 < size <= count
             if not (is_next and torch.equal(self._rows(copy, 0, size), self._rows(values, 0, size))):
                 size = 0
             first = size

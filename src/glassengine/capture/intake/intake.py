@@ -180,19 +180,23 @@ class Intake:
                 _log.debug("%s takes the long way", site, exc_info=True)
         self._take(site, step, tensor, keeps, axes)
 
-    def take_cache(self, site: str, step: int, tensor: Tensor) -> None:
-        """Record a part of a key/value cache; only the rows that the step adds, where it does nothing else to it."""
-        axes = KV_AXES if tensor.dim() == _KV_DIMS else None
+    def take_cache(self, site: str, step: int, tensor: Tensor, axes: Mapping[str, int] = KV_AXES) -> None:
+        """Record a part of a key/value cache; only the rows that the step adds, where it does nothing else to it.
+
+        Args:
+            site: Site name.
+            step: Number of the step.
+            tensor: [batch, head, position, channel] where it has four dimensions.
+            axes: What is known of these.
+        """
         known = self._known.get(site) or self._look(site)
-        growing = self._growing
-        if growing is None or axes is None or not all(known) or type(tensor) is not Tensor:
-            self.take(site, step, tensor, axes=axes)
-            return
-        rows = growing.added(site, step, tensor)
-        if rows is not None:
-            site, tensor, axes = site + ADDED, rows, {**KV_AXES, ADDED_AXIS: KV_AXES["cache"]}
-            self._known[site] = known
-        self.take(site, step, tensor, axes=axes)
+        is_whole = tensor.dim() != _KV_DIMS or type(tensor) is not Tensor or not all(known)
+        rows = None if is_whole or self._growing is None else self._growing.added(site, step, tensor)
+        if rows is None:
+            self.take(site, step, tensor, axes=axes if tensor.dim() == _KV_DIMS else None)
+        else:
+            self._known[site + ADDED] = known
+            self.take(site + ADDED, step, rows, axes={**axes, ADDED_AXIS: KV_AXES["cache"]})
 
     def _look(self, site: str) -> tuple[bool, bool]:
         found = self._known[site] = self._policy.wants(site)

@@ -242,6 +242,6 @@ def _about(divergence: Divergence) -> dict[str, Any]:
         "level": divergence.level,
         "step": divergence.step,
         "verdict": divergence.verdict,
-        "hint": "; ".join(hint.text for hint in divergence.hints) or None,
+        "hint": "; ".join(hint.in_words() for hint in divergence.hints) or None,
     }
     return {label: value for label, value in facts.items() if value is not None}

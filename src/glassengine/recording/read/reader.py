@@ -358,7 +358,8 @@ class Recording(Shown):
         while at.added is not None and at.step != step:
             rows = dataclasses.replace(at, shape=at.added.shape, location=at.added.location, added=None)
             rows = dataclasses.replace(rows, nbytes=num_bytes(rows.dtype, rows.shape))
-            parts.append(_rows_of(rows, axis, self._bytes(rows)))
+            if rows.nbytes:
+                parts.append(_rows_of(rows, axis, self._bytes(rows)))
             before = self.entries.find(at.site, at.step - 1, at.added.rank)
             if before is None or (before.dtype, _without(before.shape, axis)) != (at.dtype, _without(at.shape, axis)):
                 got = f"{entry.site!r}, step {at.step}, rank {entry.rank}"
