@@ -22,8 +22,7 @@ from glassengine.backends.registry import choose_graph_backend
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.executable.steps import before_end_of_step
 from glassengine.plugins.lazy.dispatching import DispatchRecorder, fallbacks
-from glassengine.plugins.lazy.graphs import captured, pending, place_of
-from glassengine.plugins.lazy.observed import mark_taps
+from glassengine.plugins.lazy.graphs import captured, mark_taps, pending, place_of
 from glassengine.plugins.lazy.recording import held, lazy_tensor, recorded
 from glassengine.plugins.lazy.running import run_pending
 from glassengine.plugins.lazy.settings import settings
