@@ -13,12 +13,7 @@ from torch import Tensor
 import glassengine as glass
 from glassengine.errors import UsageError
 from tests.kernels.corpus import right
-from tests.kernels.corpus.right import CASES
-from tests.kernels.corpus.right import drawn as drawn_model
-
-
-def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+from tests.kernels.corpus.right import CASES, drawn
 
 
 def softmax(x: Tensor) -> Tensor:
@@ -348,25 +343,21 @@ class Softmax(torch.autograd.Function):
 
 def test_wrong_gradients_are_found() -> None:
     with pytest.raises(AssertionError, match="beyond rounding"):
-        glass.testing.assert_gradients_match(
-            Product.apply, torch.matmul, (drawn_model(20, 30), drawn_model(30, 8, seed=1))
-        )
+        glass.testing.assert_gradients_match(Product.apply, torch.matmul, (drawn(20, 30), drawn(30, 8, seed=1)))
     with pytest.raises(AssertionError):
-        glass.testing.assert_gradients_match(Softmax.apply, lambda x: x.softmax(-1), drawn_model(20, 30))
+        glass.testing.assert_gradients_match(Softmax.apply, lambda x: x.softmax(-1), drawn(20, 30))
     with pytest.raises(AssertionError):
-        glass.testing.assert_gradients_match(right.tanh_gelu, F.gelu, drawn_model(20, 30))
+        glass.testing.assert_gradients_match(right.tanh_gelu, F.gelu, drawn(20, 30))
 
 
 def test_gradients_of_gradients() -> None:
-    glass.testing.assert_gradients_match(right.gelu_by_erf, F.gelu, drawn_model(20, 30), double=True)
+    glass.testing.assert_gradients_match(right.gelu_by_erf, F.gelu, drawn(20, 30), double=True)
     with pytest.raises(AssertionError):
-        glass.testing.assert_gradients_match(
-            lambda x: x.detach() * x * x, lambda x: x**3, drawn_model(20, 30), double=True
-        )
+        glass.testing.assert_gradients_match(lambda x: x.detach() * x * x, lambda x: x**3, drawn(20, 30), double=True)
 
 
 def test_only_what_is_asked_has_gradients() -> None:
-    x, w = drawn_model(8, 8).requires_grad_(), drawn_model(8, 8, seed=1)
+    x, w = drawn(8, 8).requires_grad_(), drawn(8, 8, seed=1)
     found = glass.testing.assert_gradients_match(lambda x, w: x * w.detach(), lambda x, w: x * w, (x, w))
     assert len([one for one in found.tensors if not one.path.startswith("inputs")]) == 1
     with pytest.raises(UsageError, match="no gradients"):
@@ -377,14 +368,14 @@ def test_samples() -> None:
     p = torch.tensor([0.5, 0.25, 0.2, 0.05, 0.0])
     generator = torch.Generator().manual_seed(0)
 
-    def drawn_model(q: torch.Tensor, number: int = 4000) -> torch.Tensor:
+    def drawn(q: torch.Tensor, number: int = 4000) -> torch.Tensor:
         return torch.multinomial(q, number, replacement=True, generator=generator)
 
-    assert glass.testing.assert_samples_match(drawn_model(p), p) > 1e-6
+    assert glass.testing.assert_samples_match(drawn(p), p) > 1e-6
     with pytest.raises(AssertionError, match="not this distribution"):
-        glass.testing.assert_samples_match(drawn_model(torch.tensor([0.4, 0.35, 0.2, 0.05, 0.0])), p)
+        glass.testing.assert_samples_match(drawn(torch.tensor([0.4, 0.35, 0.2, 0.05, 0.0])), p)
     with pytest.raises(AssertionError, match="no chance"):
-        glass.testing.assert_samples_match(drawn_model(torch.tensor([0.5, 0.25, 0.2, 0.04, 0.01])), p)
+        glass.testing.assert_samples_match(drawn(torch.tensor([0.5, 0.25, 0.2, 0.04, 0.01])), p)
     with pytest.raises(AssertionError, match="outside"):
         glass.testing.assert_samples_match(torch.tensor([7]), p)
     with pytest.raises(UsageError, match="too few"):

@@ -1,4 +1,4 @@
-"""A configuration that describes more than its checkpoint has is refused before memory is taken for it."""
+"""What a user calls MODEL and --inputs: every form is loaded, every mistake is told."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from glassengine.testing.checkpoints import VOCAB_SIZE, save_checkpoint
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("proportion") / "model"
     save_checkpoint(
@@ -36,8 +36,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def with_config(checkpoint: Path, folder: Path, **changes: Any) -> Path:
-    shutil.copytree(checkpoint, folder)
+def with_config(small_checkpoint: Path, folder: Path, **changes: Any) -> Path:
+    shutil.copytree(small_checkpoint, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
     return folder
@@ -53,11 +53,11 @@ def with_config(checkpoint: Path, folder: Path, **changes: Any) -> Path:
 )  # fmt: skip
 @pytest.mark.parametrize("quantized", [False, True])
 def test_s4_weights_that_are_not_there_take_no_memory(
-    changes: dict[str, Any], quantized: bool, checkpoint: Path, tmp_path: Path
+    changes: dict[str, Any], quantized: bool, small_checkpoint: Path, tmp_path: Path
 ) -> None:
     if quantized:
         changes |= {"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 4]}}
-    folder = with_config(checkpoint, tmp_path / "m", **changes)
+    folder = with_config(small_checkpoint, tmp_path / "m", **changes)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CorruptError, match="out of proportion"):
         load_model(folder)
@@ -66,10 +66,10 @@ def test_s4_weights_that_are_not_there_take_no_memory(
 
 @pytest.mark.parametrize("weights", [True, False])
 def test_s4_modules_that_have_no_weights_are_not_made(
-    weights: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weights: bool, small_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "_MODULES", 1000)
-    folder = with_config(checkpoint, tmp_path / "m", num_hidden_layers=100_000)
+    folder = with_config(small_checkpoint, tmp_path / "m", num_hidden_layers=100_000)
     with pytest.raises(CorruptError, match=r"more than 1,\d\d\d modules"):
         load_model(folder, weights=weights)
 
@@ -77,21 +77,21 @@ def test_s4_modules_that_have_no_weights_are_not_made(
 @pytest.mark.parametrize("name", ["num_hidden_layers", "num_labels", "n_layer"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_s4_a_configuration_that_counts_in_millions_is_refused(
-    name: str, nested: bool, checkpoint: Path, tmp_path: Path
+    name: str, nested: bool, small_checkpoint: Path, tmp_path: Path
 ) -> None:
     changes: dict[str, Any] = {name: 10**9}
-    folder = with_config(checkpoint, tmp_path / "m", **({"text_config": changes} if nested else changes))
+    folder = with_config(small_checkpoint, tmp_path / "m", **({"text_config": changes} if nested else changes))
     with pytest.raises(CorruptError, match=rf"{name} of 1,000,000,000"):
         load_model(folder, weights=False)
 
 
-def test_what_is_in_proportion_is_loaded(checkpoint: Path, tmp_path: Path) -> None:
-    assert load_model(checkpoint).generation.generates
+def test_what_is_in_proportion_is_loaded(small_checkpoint: Path, tmp_path: Path) -> None:
+    assert load_model(small_checkpoint).generation.generates
     # Only names and shapes: any size of one tensor, as before.
-    big = with_config(checkpoint, tmp_path / "big", vocab_size=10**8)
+    big = with_config(small_checkpoint, tmp_path / "big", vocab_size=10**8)
     assert load_model(big, weights=False).metadata["vocab_size"] == 10**8
     # Holes are said as holes, as before.
-    holes = with_config(checkpoint, tmp_path / "holes", num_hidden_layers=2)
+    holes = with_config(small_checkpoint, tmp_path / "holes", num_hidden_layers=2)
     with pytest.raises(UsageError, match="lacks weights"):
         load_model(holes)
     require_countable({"num_hidden_layers": 126, "vocab_size": 10**7, "layer_norm_eps": 1e-6, "labels": {"a": 3}}, "c")
