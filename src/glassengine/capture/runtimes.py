@@ -15,6 +15,7 @@ import inspect
 import logging
 import multiprocessing.process
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -36,6 +37,8 @@ from glassengine.recording.write.policy import RecordingPolicy, Wanted, Watch, w
 from glassengine.sites import ROOT
 
 _log = logging.getLogger(__name__)
+
+_CACHE = re.compile(r"past|present|cache|\bkv")
 
 
 @contextlib.contextmanager
@@ -164,7 +167,7 @@ class SessionRecording:
             self._watcher = watcher_of(self._writer, watched, policy, rank=0, shared=None)
             self._watcher.attach()
             policy = policy.unlimited()
-        self._intake = Intake(self._watcher or self._writer, policy, 0)
+        self._intake = Intake(self._watcher or self._writer, policy, 0, keeps_every_step=self._watcher is None)
         self._steps = StepCounter()
 
     def step(self, run: RuntimeRun) -> None:
@@ -188,7 +191,10 @@ class SessionRecording:
         except (TypeError, ValueError, RuntimeError):
             self._intake.leave_out(site, step, f"a {type(value).__name__} of non-numeric elements")
         else:
-            self._intake.take(site, step, tensor)
+            if _CACHE.search(site):
+                self._intake.take_cache(site, step, tensor, {})
+            else:
+                self._intake.take(site, step, tensor)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if self._watcher is not None:

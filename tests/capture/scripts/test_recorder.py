@@ -321,6 +321,33 @@ def test_every_way_to_run_a_session(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert opened.tensor(".:in.x", 1).tolist() == [2, 1, 0] and opened.tensor(".:out.y", 2).tolist() == [0, 2, 4]
 
 
+def test_caches_that_a_session_is_given_and_returns_are_stored_row_by_row(tmp_path: Path) -> None:
+    onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
+    past, row, present = (
+        helper.make_tensor_value_info(name, kind, [1, 2, f"{name}_n", 4])
+        for name in ("past_key_values.0.key", "x", "present.0.key")
+    )
+    node = helper.make_node("Concat", [past.name, row.name], [present.name], axis=2)
+    made = helper.make_model(
+        helper.make_graph([node], "decoder", [past, row], [present]),
+        opset_imports=[helper.make_opsetid("", 17)],
+        ir_version=8,
+    )
+    session = onnxruntime.InferenceSession(made.SerializeToString())
+    caches = [np.ones((1, 2, 3, 4), np.float32)]
+    with ScriptRecorder(tmp_path / "out") as recorder:
+        for step in range(4):
+            new = np.full((1, 2, 1, 4), step, np.float32)
+            caches += session.run(None, {past.name: caches[-1], row.name: new})
+    opened = Recording.open(recorder.recordings[0])
+    for site, first in ((f".:in.{past.name}", 0), (f".:out.{present.name}", 1)):
+        found = [opened.entry(site, step) for step in range(4)]
+        assert [entry.added and entry.added.shape for entry in found] == [None, *[(1, 2, 1, 4)] * 3]
+        assert [entry.axes for entry in found] == [{}] * 4
+        assert all(np.array_equal(opened.tensor(entry), caches[first + entry.step]) for entry in found)
+
+
 def test_f19_a_pool_of_spawned_processes_that_is_left_open(tmp_path: Path) -> None:
     then = """
         if __name__ == "__main__":

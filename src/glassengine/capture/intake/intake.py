@@ -17,9 +17,10 @@ from torch._C import _DisableFuncTorch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_get_bdim
 
 from glassengine.capture.calls.observed_call import is_interruption
-from glassengine.capture.calls.tensor_trees import is_computed_later
+from glassengine.capture.calls.tensor_trees import KV_AXES, is_computed_later
 from glassengine.capture.intake.deferred_writer import DeferredWriter, Writer
-from glassengine.recording.layout.layout import LeftOut, Sharding
+from glassengine.capture.intake.growing import GrowingTensors
+from glassengine.recording.layout.layout import ADDED, ADDED_AXIS, LeftOut, Sharding
 from glassengine.recording.layout.statistics import light
 from glassengine.recording.layout.values import dtype_name, why_not
 from glassengine.recording.write.policy import NO_VALUES, RecordingPolicy
@@ -111,6 +112,7 @@ def port_of_part(site: str, key: str) -> str:
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 _MOST_BACKWARDS = 64
+_KV_DIMS = 4
 
 _log = logging.getLogger(__name__)
 
@@ -118,12 +120,18 @@ _log = logging.getLogger(__name__)
 class Intake:
     """Where hooks deliver tensors.
 
+    Args:
+        writer: Gets what is wanted.
+        policy: Says what is wanted.
+        rank: Of this process.
+        keeps_every_step: Whether the writer keeps all steps that end, so that one may refer to the one before.
+
     Attributes:
         num_late: Tensors of steps that had been completed already.
         takes_again: Whether what a second backward of a step computes again is recorded, too.
     """
 
-    def __init__(self, writer: Writer, policy: RecordingPolicy, rank: int) -> None:
+    def __init__(self, writer: Writer, policy: RecordingPolicy, rank: int, *, keeps_every_step: bool = False) -> None:
         self.num_late = 0
         self.takes_again = True
         self._writer = writer
@@ -131,6 +139,7 @@ class Intake:
         self._policy = policy
         self._rank = rank
         self._has_budget = policy.has_budget
+        self._growing = GrowingTensors(KV_AXES) if keeps_every_step and not policy.has_budget else None
         self._known: dict[str, tuple[bool, bool]] = {}
         self._committed: set[int] = set()
         self._names: dict[int, set[str]] = {}
@@ -170,6 +179,24 @@ class Intake:
                     raise
                 _log.debug("%s takes the long way", site, exc_info=True)
         self._take(site, step, tensor, keeps, axes)
+
+    def take_cache(self, site: str, step: int, tensor: Tensor, axes: Mapping[str, int] = KV_AXES) -> None:
+        """Record a part of a key/value cache; only the rows that the step adds, where it does nothing else to it.
+
+        Args:
+            site: Site name.
+            step: Number of the step.
+            tensor: [batch, head, position, channel] where it has four dimensions.
+            axes: What is known of these.
+        """
+        known = self._known.get(site) or self._look(site)
+        is_whole = tensor.dim() != _KV_DIMS or type(tensor) is not Tensor or not all(known)
+        rows = None if is_whole or self._growing is None else self._growing.added(site, step, tensor)
+        if rows is None:
+            self.take(site, step, tensor, axes=axes if tensor.dim() == _KV_DIMS else None)
+        else:
+            self._known[site + ADDED] = known
+            self.take(site + ADDED, step, rows, axes={**axes, ADDED_AXIS: KV_AXES["cache"]})
 
     def _look(self, site: str) -> tuple[bool, bool]:
         found = self._known[site] = self._policy.wants(site)

@@ -23,7 +23,7 @@ from glassengine.capture.calls.step_rules import (
     is_shape_inference_call,
     token_ids,
 )
-from glassengine.capture.calls.tensor_trees import KV_AXES, NO_TENSOR, CacheSites, tensors_in
+from glassengine.capture.calls.tensor_trees import NO_TENSOR, CacheSites, tensors_in
 from glassengine.capture.intake.gradients import watch
 from glassengine.capture.intake.intake import Intake, StepCounter
 from glassengine.recording.write.policy import RecordingPolicy
@@ -79,7 +79,7 @@ class Delivery:
                     num_calls = forward.num_calls.get(path + port, 0)
                     forward.num_calls[path + port] = num_calls + 1
                     site = with_call(path, num_calls) + port
-                    self._intake.take(site, forward.step, tensor, axes=KV_AXES if tensor.dim() == 4 else None)
+                    self._intake.take_cache(site, forward.step, tensor)
         except Exception as error:
             if is_interruption(error):
                 raise

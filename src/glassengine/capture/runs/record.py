@@ -69,7 +69,7 @@ class Recorder:
             shared = self.path.parent if count > 1 else None
             self._watcher = watcher_of(writer, settings.watch, policy, rank=rank, shared=shared)
             policy = policy.unlimited()
-        self._intake = Intake(self._watcher or writer, policy, rank)
+        self._intake = Intake(self._watcher or writer, policy, rank, keeps_every_step=self._watcher is None)
         # Some pipelines run parts of a backward again for the gradients of parameters.
         self._intake.takes_again = settings.microbatches == 1
         holds = settings.gradients or bool(settings.optimizer) or settings.watch is not None

@@ -111,7 +111,7 @@ def record_target(
 
     def observe(writer: Writer, forced: Sequence[Tensor] | None = None) -> None:
         policy = RecordingPolicy(sites=sites, values=values, steps=steps, byte_budget=byte_budget)
-        hooks = ModuleHooks(loaded.module, Intake(writer, policy, 0), policy)
+        hooks = ModuleHooks(loaded.module, Intake(writer, policy, 0, keeps_every_step=True), policy)
         hooks.attach()
         try:
             _run(loaded, batches, max_new_tokens, forced)

@@ -15,7 +15,16 @@ from typing import Any, TypeVar, overload
 
 import numpy as np
 
-from glassengine.recording.layout.layout import Entry, LeftOut, LightStatistics, Location
+from glassengine.recording.layout.layout import (
+    ADDED,
+    ADDED_AXIS,
+    AddedRows,
+    Entry,
+    LeftOut,
+    LightStatistics,
+    Location,
+    num_bytes,
+)
 
 Array = np.typing.NDArray[Any]
 Item = TypeVar("Item", covariant=True)
@@ -75,6 +84,12 @@ class Described:
             (dict(vars(tensor)), 0 if tensor.location is None else tensor.location.offset) for tensor in self.tensors
         ]
 
+    def named(self) -> Described:
+        """Return the group with the rows that a step adds under the name of the tensor that they are added to."""
+        if not any(ADDED_AXIS in tensor.axes for tensor in self.tensors):
+            return self
+        return Described(tuple(map(_named, self.tensors)), self.nbytes)
+
     def only(self, keep: Callable[[str], bool]) -> Described:
         """Return the group of the tensors whose site is to be kept; the block stays as large as it is."""
         return Described(tuple(tensor for tensor in self.tensors if keep(tensor.site)), self.nbytes)
@@ -82,6 +97,15 @@ class Described:
     def of_rank(self, rank: int) -> Described:
         """Return the same group in another rank."""
         return Described(tuple(dataclasses.replace(tensor, rank=rank) for tensor in self.tensors), self.nbytes)
+
+
+def _named(tensor: Entry) -> Entry:
+    axes = dict(tensor.axes)
+    axis = axes.pop(ADDED_AXIS, None)
+    if axis is None or not tensor.site.endswith(ADDED):
+        return tensor
+    added = AddedRows(axis, tensor.shape, tensor.rank)
+    return dataclasses.replace(tensor, site=tensor.site.removesuffix(ADDED), axes=axes, added=added)
 
 
 @dataclass(frozen=True)
@@ -116,6 +140,7 @@ class Entries(Lazy[Entry]):
         self._first = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
         self._kept: tuple[Entry, ...] | None = None
         self._named: tuple[int, dict[tuple[str, int], Entry]] | None = None
+        self._rows: dict[tuple[str, int], tuple[Array, Array]] = {}
 
     def __len__(self) -> int:
         """Return the number of tensors."""
@@ -220,7 +245,39 @@ class Entries(Lazy[Entry]):
                     # The fields are those of an entry that was validated; a frozen dataclass takes ten times as long.
                     entry = object.__new__(Entry)
                     vars(entry).update(part, step=step, location=Location(shard, offset + place, checksum, block))
-                    yield entry
+                    yield entry if entry.added is None else self._whole(entry)
+
+    def _whole(self, rows: Entry) -> Entry:
+        """Return the tensor to which `rows` are added; the rows alone where the step before does not have it."""
+        added = rows.added
+        assert added is not None
+        steps, counts = self._counts(rows.site, rows.rank)
+        count = int(counts[np.searchsorted(steps, rows.step)])
+        shape = (*rows.shape[: added.axis], count or rows.shape[added.axis], *rows.shape[added.axis + 1 :])
+        added = dataclasses.replace(added, location=rows.location)
+        return dataclasses.replace(rows, shape=shape, nbytes=num_bytes(rows.dtype, shape), location=None, added=added)
+
+    def _counts(self, site: str, rank: int) -> tuple[Array, Array]:
+        """Return the steps of a tensor that grows, and its rows in each; 0 where the first of them are missing."""
+        found = self._rows.get((site, rank))
+        if found is None:
+            own = {
+                number: group.places[site, rank]
+                for number, group in enumerate(self._groups)
+                if (site, rank) in group.places
+            }
+            tensors = {number: self._groups[number].tensors[index] for number, index in own.items()}
+            axis = next(tensor.added.axis for tensor in tensors.values() if tensor.added is not None)
+            which = np.isin(self._columns.group, list(own))
+            steps, numbers = self._columns.step[which], self._columns.group[which].tolist()
+            counts = np.array([tensors[number].shape[axis] for number in numbers], dtype=np.int64)
+            is_first = np.array([tensors[number].added is None for number in numbers])
+            is_lost = ~is_first & (np.diff(steps, prepend=-1) != 1)
+            sums = np.cumsum(counts)
+            start = np.maximum.accumulate(np.where(is_first | is_lost, np.arange(len(sums)), 0))
+            totals = sums - sums[start] + counts[start]
+            found = self._rows[site, rank] = steps, np.where(is_lost[start], 0, totals)
+        return found
 
 
 @dataclass(frozen=True)

@@ -459,7 +459,7 @@ class _Found:
         return index
 
     def _new(self, record: int, group: Described) -> int:
-        self.groups.append(group)
+        self.groups.append(group.named())
         self.described.append(record)
         return len(self.groups) - 1
 

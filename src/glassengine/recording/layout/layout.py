@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 MANIFEST = "recording.json"
 INDEX = "index.log"
 RING = "ring.part"
@@ -49,6 +49,8 @@ MAX_MANIFEST_BYTES = 1 << 28
 MAX_SHARD_NUMBER = 99_999
 MAX_ROWS = 1 << 20
 MAX_GROUP_TENSORS = 512
+ADDED, ADDED_AXIS = "+", "added"
+"""End of the stored name, and name of the axis, of rows that a step adds to the tensor of the step before."""
 
 
 class StoredDtype(NamedTuple):
@@ -107,6 +109,23 @@ class Location:
 
 
 @dataclass(frozen=True)
+class AddedRows:
+    """Where the last rows of a tensor are; the others are those of the step before.
+
+    Attributes:
+        axis: Dimension along which they are added.
+        shape: Sizes of the rows alone.
+        rank: Process that had them.
+        location: Where they are.
+    """
+
+    axis: int
+    shape: tuple[int, ...]
+    rank: int
+    location: Location | None = None
+
+
+@dataclass(frozen=True)
 class Sharding:
     """How a tensor, of which an entry has the part of one process, is spread over a mesh of processes.
 
@@ -147,6 +166,7 @@ class Entry:
         node: Name of the graph node that made it, if known.
         nbytes: Bytes of the values.
         location: Where a recording has the bytes; None in foreign files. Sites that share it share the values.
+        added: Of a tensor that has no location because it grew: the rows that the step added.
         sharding: What the whole is, where this is one process's part of a distributed tensor, and `shape` the part's.
     """
 
@@ -160,6 +180,7 @@ class Entry:
     nbytes: int = 0
     location: Location | None = None
     sharding: Sharding | None = None
+    added: AddedRows | None = None
 
     @property
     def place(self) -> tuple[str, int, int]:

@@ -7,13 +7,17 @@ The directory may still be written to, or its writer may have been killed: what 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
+import math
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
+import numpy as np
 
 from glassengine.blocks.arrays import ArrayValues, values_of_bytes
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
@@ -22,7 +26,7 @@ from glassengine.reading.files import open_regular, read_bytes
 from glassengine.recording.layout import layout
 from glassengine.recording.layout.entries import Entries, LeftOuts, Mapped
 from glassengine.recording.layout.index import IndexContents, read_index
-from glassengine.recording.layout.layout import Entry, LeftOut
+from glassengine.recording.layout.layout import Entry, LeftOut, num_bytes
 from glassengine.recording.layout.noise_floor import NoiseFloor, read_noise_floor
 from glassengine.recording.layout.shard_files import ShardFiles, ShardObjects, Shards
 from glassengine.recording.recovery import Recovered, recovered
@@ -32,7 +36,7 @@ from glassengine.results.notebook import MAX_ROWS, card, needed
 from glassengine.sites import matches
 from glassengine.stores.objects import forget
 from glassengine.stores.places import RemotePath, place, remote
-from glassengine.writing.checksums import crc32
+from glassengine.writing import crc32
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,6 +98,10 @@ class Shown:
 
 _log = logging.getLogger(__name__)
 
+_MOST_GROWN_BYTES = 1 << 28
+
+Bytes = np.typing.NDArray[np.uint8]
+
 
 class Recording(Shown):
     """A recording that is open for reading; made by `Recording.open`.
@@ -141,6 +149,9 @@ class Recording(Shown):
         self._keeps_statistics = is_here and manifest["state"] != "writing"
         self._verified: set[tuple[int, int]] = set()
         self._kept: tuple[tuple[int, int], Any] | None = None
+        # Name and rank of a tensor that grows -> a step, and its bytes there as `_rows_of` returns them.
+        self._grown: dict[tuple[str, int], tuple[int, Bytes]] = {}
+        self._lock = threading.Lock()
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -310,6 +321,8 @@ class Recording(Shown):
 
     def _bytes(self, entry: Entry) -> Any:
         """Return the bytes of a tensor that has some; the first time they, or the block they are in, are verified."""
+        if entry.added is not None:
+            return self._joined(entry)
         location = entry.location
         assert location is not None
         offset, size = location.block or (location.offset, entry.nbytes)
@@ -336,6 +349,32 @@ class Recording(Shown):
         self._kept = (key, data)  # the next tensor of this block is read from here
         return data[start : start + entry.nbytes].copy()
 
+    def _joined(self, entry: Entry) -> Any:
+        """Return the bytes of a tensor that grew: those of the step before, and the rows that were added to them."""
+        assert entry.added is not None
+        name, axis, at = (entry.site, entry.added.rank), entry.added.axis, entry
+        step, kept = self._grown.get(name, (-1, None))
+        parts: list[Bytes] = []
+        while at.added is not None and at.step != step:
+            rows = dataclasses.replace(at, shape=at.added.shape, location=at.added.location, added=None)
+            rows = dataclasses.replace(rows, nbytes=num_bytes(rows.dtype, rows.shape))
+            if rows.nbytes:
+                parts.append(_rows_of(rows, axis, self._bytes(rows)))
+            before = self.entries.find(at.site, at.step - 1, at.added.rank)
+            if before is None or (before.dtype, _without(before.shape, axis)) != (at.dtype, _without(at.shape, axis)):
+                got = f"{entry.site!r}, step {at.step}, rank {entry.rank}"
+                raise CorruptError(
+                    "recorded values are damaged", got=got, expected="the step before has its first rows"
+                )
+            at = before
+        parts.append(kept if at.added is not None and kept is not None else _rows_of(at, axis, self._bytes(at)))
+        whole = np.concatenate(parts[::-1], axis=1)
+        with self._lock:
+            self._grown[name] = (entry.step, whole)
+            while len(self._grown) > 1 and sum(rows.nbytes for _, rows in self._grown.values()) > _MOST_GROWN_BYTES:
+                del self._grown[next(iter(self._grown))]
+        return whole.reshape(-1).copy()
+
     def _only_step(self, site: str, rank: int) -> int:
         steps = self.entries.steps_of(site, rank)
         if not steps:
@@ -358,6 +397,15 @@ def _tensor_of(data: Any, dtype: str, shape: tuple[int, ...]) -> Tensor:
     # Through the element type of the file: a view straight to a complex dtype is not defined for all of them.
     flat = torch.frombuffer(data, dtype=torch.uint8).view(getattr(torch, stored.element))
     return (flat if stored.parts == 1 else torch.view_as_complex(flat.view(-1, stored.parts))).reshape(shape)
+
+
+def _rows_of(entry: Entry, axis: int, data: Any) -> Bytes:
+    """Return the bytes of a tensor, those of its rows along `axis` one after another in dimension 1."""
+    return np.frombuffer(data, np.uint8).reshape(math.prod(entry.shape[:axis]), -1)
+
+
+def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return shape[:axis] + shape[axis + 1 :]
 
 
 def _empty(shape: tuple[int, ...], dtype: str) -> Tensor:

@@ -21,7 +21,7 @@ from glassengine.recording.layout.layout import STATISTICS, Entry
 from glassengine.recording.layout.records import frame, read_frame
 from glassengine.recording.layout.statistics import LENGTH, NUM_QUANTILES, Sketch
 from glassengine.results import Summary
-from glassengine.writing.files import open_to_append, write_whole
+from glassengine.writing import open_to_append, write_whole
 
 _MAX_BYTES = 1 << 28
 _Key = tuple[int, int, int, str]
@@ -96,8 +96,9 @@ def _close(descriptor: int) -> None:
 
 def _key(entry: Entry) -> _Key:
     """Return what tells the values of `entry` from all others: their place, their bytes and what these mean."""
-    assert entry.location is not None
-    return entry.location.shard, entry.location.offset, entry.location.checksum, entry.describe()
+    location = entry.location if entry.added is None else entry.added.location
+    assert location is not None
+    return location.shard, location.offset, location.checksum, entry.describe()
 
 
 def _sketch(payload: dict[str, Any]) -> Sketch:
