@@ -21,7 +21,7 @@ from glassengine.errors import UnknownNameError, UsageError
 from glassengine.report.findings import findings
 from glassengine.results import Comparison
 from glassengine.results.base import plain
-from glassengine.writing.files import aside, remove_tree
+from glassengine.writing import aside, remove_tree
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

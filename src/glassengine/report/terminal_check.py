@@ -19,8 +19,7 @@ from rich.text import Text
 from glassengine.report import words
 from glassengine.report.findings import next_step
 from glassengine.report.table import VERDICT_STYLES, Screen, indent, mark, new_table
-from glassengine.report.terminal_prompt import prompt
-from glassengine.report.terminal_rollout import rollout
+from glassengine.report.terminal_apart import prompt, rollout
 from glassengine.report.words import (
     cost_line,
     exempt,
@@ -34,7 +33,7 @@ from glassengine.results import VERDICTS, Comparison, Divergence, DriftRow, Hint
 from glassengine.results.sentences import named_mistake, parts_of_source, place_of, short
 
 if TYPE_CHECKING:
-    from glassengine.results.replay import Bisection, Replayed, ReplayedOutput
+    from glassengine.results.recorded import Bisection, Replayed, ReplayedOutput
 
 _ROWS, _COLUMNS = 25, 100
 _HEAD, _LEAST_ROWS = 5, 3

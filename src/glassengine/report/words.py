@@ -28,7 +28,7 @@ from glassengine.results import (
     SideBySide,
 )
 from glassengine.results.answer import Exemption, InputUsed
-from glassengine.results.artifacts import Difference
+from glassengine.results.backends import Difference
 from glassengine.results.engines import StepDifference
 from glassengine.results.sentences import named_mistake
 

@@ -29,7 +29,7 @@ from glassengine.program.kinds.causal_lm import USER_MODULE
 from glassengine.program.representation.naming import source_line
 from glassengine.program.representation.program import Program
 from glassengine.results import Divergence, Findings
-from glassengine.results.replay import Bisection
+from glassengine.results.recorded import Bisection
 
 logger = logging.getLogger("glassengine")
 

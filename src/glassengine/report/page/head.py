@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from glassengine.reading.files import printable
 from glassengine.report import words
 from glassengine.results import Comparison, Divergence, DriftRow, Pair, QuantizedWeight, Replayed, sentences
-from glassengine.results.prompt import PromptFinding
+from glassengine.results.apart import PromptFinding
 from glassengine.results.stored import Stored
 
 _MOST_ORIGINS = 100

@@ -27,7 +27,7 @@ from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit, factor_between, is_real
 from glassengine.numerics.float64 import double
 from glassengine.numerics.mask_values import is_mask
-from glassengine.numerics.metrics.orders import kind_of_shift
+from glassengine.numerics.orders import kind_of_shift
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
