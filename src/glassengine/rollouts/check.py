@@ -153,7 +153,8 @@ def _of_others(gap: Gap, base: RolloutSettings, floor: float) -> tuple[Gap, str]
     New weights may come between two responses.
     """
     d = (gap.tokens.engine - gap.values(base)).abs()
-    each = [float(part[part.isfinite()].mean()) for part in d.split([len(one.response) for one in gap.samples])]
+    sizes = [len(one.response) for one in gap.samples]
+    each = [float(part[part.isfinite()].mean()) for part in torch.split(d, sizes)]
     others = [one for one, size in zip(gap.samples, each, strict=True) if not size <= 2 * floor]
     least = min((size for size in each if not size <= 2 * floor), default=0.0)
     if len(others) in (0, len(each)) or not least > _APART * floor:

@@ -309,12 +309,12 @@ def _configured(module: nn.Module, name: str, value: float) -> Iterator[None]:
             setattr(one, key, old)
 
 
-def configurations(module: nn.Module) -> Iterator[tuple[str, float]]:
+def configurations(module: Any) -> Iterator[tuple[str, float]]:
     """Yield settings of a model that engines often have otherwise."""
     parts = list(module.modules())
     if any(isinstance(getattr(one, "inv_freq", None), Tensor) for one in parts):
         yield from (("the theta of RoPE", value) for value in (1e4, 5e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7))
         yield from (("the factor of RoPE's positions", value) for value in (2.0, 4.0, 8.0, 32.0))
-    config: Any = module.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+    config = module.config.get_text_config(decoder=True)
     yield from ((name, 0.0) for name, cap in _CAPS.items() if getattr(config, cap, None))
     yield from (("the epsilon of norms", value) for value in (1e-3, 1e-5, 1e-6, 1e-8))
