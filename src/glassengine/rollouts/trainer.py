@@ -282,7 +282,7 @@ def _quantize(module: nn.Module, how: str) -> None:
 
 
 @contextlib.contextmanager
-def _configured(module: nn.Module, name: str, value: float) -> Iterator[None]:
+def _configured(module: Any, name: str, value: float) -> Iterator[None]:
     """Change a setting of all modules that have it, for a while."""
     before: list[tuple[Any, str, Any]] = []
     one: Any
