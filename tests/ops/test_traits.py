@@ -15,7 +15,7 @@ from torch.fx import Graph
 from torch.utils import _pytree as pytree
 
 from glassengine.numerics.mask_values import HIDDEN
-from glassengine.ops import traits as table
+from glassengine.ops import traits
 from glassengine.ops.row import NOTHING, OpTraits, Rounding, argument
 from glassengine.ops.traits import TABLE, base_name, named, traits_of, traits_of_target
 
@@ -162,9 +162,9 @@ def test_the_vocabulary_has_rows_and_no_op_has_two() -> None:
 
 
 def test_an_op_with_two_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "_rows", lambda: iter([("add sub", OpTraits()), ("mul sub", OpTraits())]))
+    monkeypatch.setattr(traits, "_rows", lambda: iter([("add sub", OpTraits()), ("mul sub", OpTraits())]))
     with pytest.raises(ValueError, match="sub has two rows"):
-        table._table()
+        traits._table()
 
 
 def test_of_what_has_no_row_torch_says_whether_it_is_random_and_in_place() -> None:
