@@ -17,7 +17,6 @@ from transformers.models.llama import modeling_llama
 
 from glassengine.errors import CorruptError
 from glassengine.program import generation
-from glassengine.program import generation as export_two
 from glassengine.program.export import export
 from glassengine.program.representation import stored
 from glassengine.program.representation.program import Program
@@ -302,7 +301,7 @@ def test_both_programs_of_what_has_two(
         made.append(model)
         return exported_from(model), exported_from(model)
 
-    monkeypatch.setattr(export_two, name, really)
+    monkeypatch.setattr(generation, name, really)
     given = [{"input_ids": torch.ones(1, 4, dtype=torch.int64)}]
     with exporting_once():
         export_both = getattr(generation, name)
