@@ -152,8 +152,10 @@ def _searched(samples: Sequence[Sample], vocab_size: int) -> list[Sample]:
 def _of_others(gap: Gap, base: RolloutSettings, floor: float) -> tuple[Gap, str]:
     """Return the gap of the responses that differ by more than rounding, where others do not, and which in words.
 
-    New weights may come between two responses.
+    New weights may come between two responses. Where routers are free, a response with other experts is no evidence.
     """
+    if gap.is_free:
+        return gap, ""
     d = (gap.tokens.engine - gap.values(base)).abs()
     sizes = [len(one.response) for one in gap.samples]
     each = [float(part[part.isfinite()].mean()) for part in torch.split(d, sizes)]
