@@ -197,7 +197,9 @@ def _flips_by_rounding(gap: Gap, settings: RolloutSettings, rest: PrecisionGap) 
         return False
     plain = settings.but(routes="own")
     own = gap.trainer.own_routes(gap.samples, plain)
-    how = {"dtype": rest.dtype} if rest.dtype in DTYPES else {"cache": rest.dtype.split()[0]}
+    # What rounding in the trainer's own dtype flips shows beside a run that rounds less.
+    dtype = "float32" if rest.dtype == gap.trainer.dtype else rest.dtype
+    how = {"dtype": dtype} if dtype in DTYPES else {"cache": dtype.split()[0]}
     rounded = gap.trainer.own_routes(gap.samples, plain.but(**how))
     flips = [0, 0, 0]
     for one, ours, coarse in zip(gap.samples, own, rounded, strict=True):
