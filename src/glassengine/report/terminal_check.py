@@ -90,9 +90,17 @@ class _Screen:
         first = result.first_divergence
         rest = [*([] if first is None else _about(result, first)), *_severity(result), *_written_differently(result)]
         rest += _skipped(result)
-        shown = [*top, *divergence, *_prompt(result), *_given(result), *weights]
+        given = list(_given(result))
+        shown = [*top, *divergence, *_prompt(result), *given, *weights]
         # The table has its head and a rule.
         left = _ROWS - rows(shown) - (len(result.levels) + 2) - 1
+        is_named = named_mistake(result) is not None
+        extra = [line for line in reversed(given) if not line.plain.startswith("note")]
+        repeated = [line for line in divergence if is_named and line.plain.startswith("  mistake")]
+        for line in [*extra[:1], *repeated, *extra[1:]]:
+            if left < 1:
+                shown.remove(line)
+                left += rows([line])
         drift = []
         if result.drift:
             # A comparison of two precisions asks where the signal is lost.
