@@ -521,7 +521,7 @@ def _weight_name(weight: QuantizedWeight, prefix: str) -> str:
 def _quantization_mistakes(result: Comparison) -> list[Text]:
     lines = []
     for origin in result.origins[:_MAX_MISTAKES]:
-        text = "; ".join(hint.in_words() for hint in origin.hints)
+        text = "; ".join(hint.text for hint in origin.hints)
         lines.append(Text(f"{origin.site.removesuffix(':param')}: {text}", style=VERDICT_STYLES[origin.verdict]))
     if len(result.origins) > _MAX_MISTAKES:
         lines.append(Text(f"... and {len(result.origins) - _MAX_MISTAKES} more (--json has all)"))

@@ -305,10 +305,9 @@ def another(question: Question) -> Iterator[Hypothesis]:
             if factor is not None:
                 made = origin_of(question.in_baseline(node))
                 is_missing = source is not None and origin_of(source) in map(origin_of, made.all_input_nodes)
-                text = (
-                    f"{op_name(made)} is missing" if is_missing else f"{question.label(node)} is scaled by {factor:.6g}"
-                )
-                kind, text = "scale", f"{text}: it is {name}"
+                kind, text = "scale", f"{op_name(made)} is missing: {name} is read as it is"
+                if not is_missing:
+                    text = f"{question.label(node)} is scaled by {factor:.6g}: it is {name}"
             yield Hypothesis(kind, text, {node: other})
             for reader in readers if len(readers) > 1 else ():
                 edit = _reading_instead(question, reader, node, other)
