@@ -94,10 +94,11 @@ class _Screen:
         shown = [*top, *divergence, *_prompt(result), *given, *weights]
         # The table has its head and a rule.
         left = _ROWS - rows(shown) - (len(result.levels) + 2) - 1
-        is_named = named_mistake(result) is not None
-        extra = [line for line in reversed(given) if not line.plain.startswith("note")]
-        repeated = [line for line in divergence if is_named and line.plain.startswith("  mistake")]
-        for line in [*extra[:1], *repeated, *extra[1:]]:
+        # What the first line says, and what one may do without.
+        is_named = first is not None and named_mistake(result) is not None
+        repeated = list(_hint(first.hints[0]))[:1] if is_named and first is not None else []
+        extra = [*(given[-1:] if result.granularity else ()), *repeated, *_inputs(result)]
+        for line in extra:
             if left < 1:
                 shown.remove(line)
                 left += rows([line])
