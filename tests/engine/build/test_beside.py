@@ -14,6 +14,7 @@ from glassengine import environment
 from glassengine.backends.eager import EagerBackend
 from glassengine.engine.build import beside
 from glassengine.engine.build.build import build_program
+from glassengine.engine.build.write import Made
 from glassengine.program import Program, export_program, load_model
 from glassengine.workers import Died
 from glassengine.workers.protocol import InProcess
@@ -41,7 +42,7 @@ def built(program: Program, folder: Path, workers: Callable[..., Any], monkeypat
     monkeypatch.setattr(EagerBackend, "build", lambda *given: (here.append(given[-1]), build(*given))[1])
     with beside.compiled_beside(program, "eager") as compiled:
         assert compiled is not None
-        return build_program(program, folder / "release", backend="eager", compiled=compiled), here
+        return build_program(program, folder / "release", backend="eager", made=Made(compiled)), here
 
 
 def in_process(function: Callable[[Any], Any], count: int) -> InProcess:

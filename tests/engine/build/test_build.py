@@ -108,7 +108,7 @@ def test_read_only_directory(program: Program, tmp_path: Path, monkeypatch: pyte
 
 
 def test_full_disk(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "weights.safetensors")
 
     monkeypatch.setattr(files, "save_weights", full)
@@ -403,6 +403,26 @@ def test_weights_survive(tmp_path: Path) -> None:
     loaded = files.load_weights(tmp_path / "w.safetensors")
     assert loaded.keys() == weights.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_two_engines_of_one_program_share_the_file_of_weights_where_the_system_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    weights = {"a": torch.randn(3, 4), "b": torch.randn(5)}
+    first, second = tmp_path / "first", tmp_path / "second"
+    files.save_weights(weights, first)
+    loaded = files.load_weights(first)
+    files.save_weights(weights, second, same=first)
+    again = files.load_weights(second)
+    assert first.samefile(second) is links
+    assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
+    assert all((again[name].data_ptr() == loaded[name].data_ptr()) is links for name in weights)
 
 
 def test_pass_is_applied_and_recorded(checkpoint: Path, engine: Engine, tmp_path: Path) -> None:
