@@ -32,7 +32,7 @@ from glassengine.judge.sides.module import ModuleSide
 from glassengine.program import export_program, load_model
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.testing import models
-from glassengine.writing.checksums import crc32
+from glassengine.writing import crc32
 from tests.corpus import corpus
 from tests.corpus.right.variations import VARIATIONS
 

@@ -16,7 +16,7 @@ import torch
 
 import glassengine as glass
 from benchmarks.report import keep, surroundings
-from glassengine.executable.metrics.metrics import registry
+from glassengine.executable.counters import registry
 from glassengine.frontends.eager_debug import eager_debug
 
 CALLS = 1000

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import keep, surroundings
-from glassengine.numerics.metrics.measure import measure
-from glassengine.numerics.metrics.tolerance import tolerance
+from glassengine.numerics.measure import measure
+from glassengine.numerics.tolerance import tolerance
 
 ELEMENTS = 1 << 25
 ROUNDS = 9

@@ -28,7 +28,7 @@ from glassengine.recording.layout.layout import Location
 from glassengine.recording.layout.values import describe
 from glassengine.recording.read.reader import Recording
 from glassengine.recording.write.writer import RecordingWriter
-from glassengine.writing.checksums import crc32
+from glassengine.writing import crc32
 
 STEPS = 1_000_000
 SHOWN = 100_000

@@ -23,7 +23,7 @@ import transformers
 import glassengine as glass
 from benchmarks.decode import CONFIG
 from benchmarks.report import THREADS, keep, surroundings
-from glassengine.executable.graph.execution import observers
+from glassengine.executable.graph import observers
 from glassengine.executable.run.executable import Executable
 
 PROMPT_LENGTH = 64

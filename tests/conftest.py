@@ -64,11 +64,11 @@ LONGEST = (
     "diagnose/snapshot/test_replay.py",
     "capture/scripts/test_recorder.py",
     "engine/build/test_artifacts.py",
-    "backends/inductor/test_one_row.py",
-    "engine/store/test_trust.py",
+    "backends/inductor/test_rewrites.py",
+    "engine/test_manifest.py",
     "diagnose/end_to_end/test_plain_ports.py",
     "diagnose/end_to_end/test_gone_wrong.py",
-    "backends/inductor/test_grouped_queries.py",
+    "backends/inductor/test_rewrites.py",
     "engine/end_to_end/test_tokens_of_transformers.py",
     "test_readme.py",
     "frontends/test_eager_debug.py",
@@ -96,12 +96,12 @@ LONGEST = (
     "docs/test_site.py",
     "judge/sides/test_arguments.py",
     "diagnose/end_to_end/test_written_out.py",
-    "backends/inductor/test_cache.py",
+    "backends/inductor/test_settings.py",
     "cli/test_build.py",
     "fuzz/test_inputs.py",
     "cli/test_record.py",
     "diagnose/engines/test_side_by_side.py",
-    "engine/store/test_manifest.py",
+    "engine/test_manifest.py",
     "capture/end_to_end/test_tensor_parallel.py",
     "capture/runs/test_record.py",
     "program/kinds/test_causal_lm.py",
@@ -381,7 +381,7 @@ def _export_two_once(
     on_stage: Any = None,
     on_encoder_stage: Any = None,
 ) -> Any:
-    from glassengine.program.export import two_programs as export_two
+    from glassengine.program import generation as export_two
 
     def export(*observers: Any) -> tuple[Any, ...]:
         first, last = observers

@@ -17,8 +17,8 @@ from transformers.models.llama import modeling_llama
 
 from glassengine.errors import CorruptError
 from glassengine.program import generation
+from glassengine.program import generation as export_two
 from glassengine.program.export import export
-from glassengine.program.export import two_programs as export_two
 from glassengine.program.representation import stored
 from glassengine.program.representation.program import Program
 from glassengine.testing import models

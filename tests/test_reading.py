@@ -23,13 +23,13 @@ ROOM = "reading/"
 TEMPLATES = (
     "diagnose/reproduction/template.py",
     "diagnose/reproduction/onnx_template.py",
-    "program/listing/python_source.py",
+    "program/representation/python_source.py",
 )
 """What users get is to run without this package: their own files, by the libraries they have."""
 
 REASONS: dict[str, dict[str, str]] = {
-    "backends/accuracy/calibration.py": {"json.loads": "the table that ships", "read_text": "the table that ships"},
-    "backends/inductor/kernels.py": {"zipfile.ZipFile": "on a file that the room opened"},
+    "backends/calibration.py": {"json.loads": "the table that ships", "read_text": "the table that ships"},
+    "backends/inductor/backend.py": {"zipfile.ZipFile": "on a file that the room opened"},
     "backends/onnx/network.py": {
         "onnx.load": "what ONNX Runtime wrote a moment ago, into a directory of ours",
         "ParseFromString": "bytes that the room read; protobuf bounds depth by itself",
@@ -44,16 +44,16 @@ REASONS: dict[str, dict[str, str]] = {
     "diagnose/paired_side.py": {"json.loads": "what our own parent process asked"},
     "diagnose/script_floor.py": {"json.loads": "what our own parent process asked"},
     "diagnose/snapshot/trial.py": {"json.load": "what our own parent process sent"},
-    "prompt/probes.py": {"json.loads": "the table that ships", "read_text": "the table that ships"},
+    "prompt/tokens.py": {"json.loads": "the table that ships", "read_text": "the table that ships"},
     "prompt/templates.py": {"json.loads": "the table that ships", "read_text": "the table that ships"},
     "schemas/__init__.py": {"json.loads": "the schemas that ship", "read_text": "the schemas that ship"},
-    "engine/run/encoder_inputs.py": {"Image.open": "on a file that the room opened"},
-    "engine/ranks/children.py": {
+    "engine/run/forward.py": {"Image.open": "on a file that the room opened"},
+    "engine/run/load.py": {
         "json.loads": "what a process of ours sent by a pair of sockets: bounded; paths in it may be no text"
     },
-    "engine/prompts/templates.py": {"os.open": "/dev/null"},
+    "engine/tokenizing.py": {"os.open": "/dev/null"},
     "environment.py": {"read_text": "/proc/cpuinfo and /proc/meminfo of the kernel"},
-    "executable/profile/profile.py": {
+    "executable/profiling.py": {
         "gzip.open": "to write",
         "json.loads": "what torch's profiler wrote a moment ago, into a directory of ours",
         "read_bytes": "the same",
@@ -62,9 +62,9 @@ REASONS: dict[str, dict[str, str]] = {
         "zipfile.ZipFile": "on a file that the room opened, and to write",
         "json.loads": "text in a document that the room parsed",
     },
-    "program/onnx/stored/file.py": {"ParseFromString": "bytes that the room read; protobuf bounds depth by itself"},
-    "plugins/onnx/definitions.py": {"ParseFromString": "definitions of operators that the package onnx holds"},
-    "executable/profile/trace.py": {"json.loads": "what was made in the same line"},
+    "program/onnx/file.py": {"ParseFromString": "bytes that the room read; protobuf bounds depth by itself"},
+    "plugins/onnx/other_domains.py": {"ParseFromString": "definitions of operators that the package onnx holds"},
+    "executable/profile_trace.py": {"json.loads": "what was made in the same line"},
     "executable/snapshot/layout.py": {"json.loads": "what was made a line above"},
     "recording/read/export.py": {"zipfile.ZipFile": "to write"},
     "recording/formats/json_files.py": {"json.loads": "what the room mapped, bounded in bytes and items"},
@@ -81,29 +81,29 @@ REASONS: dict[str, dict[str, str]] = {
         "read_text": "the same",
     },
     "report/page/write.py": {"read_text": "style and scripts that ship"},
-    "plugins/serving/another_python/check.py": {
+    "plugins/serving/another_python.py": {
         "json.loads": "what our own child process wrote",
         "read_text": "the same",
         "torch.load": "the same, weights only",
     },
-    "plugins/serving/another_python/inside/glassengine_recorder.py": {
+    "plugins/serving/inside/glassengine_recorder.py": {
         "json.load": "what our own parent process sent",
         "torch.load": "the same, weights only: in an interpreter without this package",
     },
-    "plugins/serving/executorch/inside/glassengine_executorch.py": {
+    "plugins/serving/inside/glassengine_executorch.py": {
         "json.load": "what our own parent process sent",
         "read_bytes": "in an interpreter without this package: a model that its runtime is given",
     },
     "plugins/serving/ggml/capture.py": {"json.load": "what our own parent process sent"},
     "plugins/serving/ggml/prompt.py": {"json.loads": "what a server in this process answered"},
-    "plugins/serving/ggml/session.py": {"json.loads": "what our own child process answered"},
+    "plugins/serving/ggml/backend.py": {"json.loads": "what our own child process answered"},
     "plugins/serving/ggml/steps.py": {"json.loads": "what our own parent process sent"},
-    "plugins/serving/ggml/tokens.py": {"json.loads": "what the library tokenizers made in the same line"},
+    "plugins/serving/ggml/write.py": {"json.loads": "what the library tokenizers made in the same line"},
     "plugins/serving/interpreter.py": {"json.loads": "what our own child process answered"},
     "cli/skill.py": {"read_text": "a file of this package"},
     "plugins/serving/vllm/inside/glassengine_vllm_run.py": {"json.load": "what our own parent process sent"},
     "testing/quantized.py": {"json.loads": "what the test wrote", "read_text": "what the test wrote"},
-    "writing/files.py": {"os.open": "directories, to lock them and to write them out"},
+    "writing.py": {"os.open": "directories, to lock them and to write them out"},
 }
 """File -> call -> why it is not one of the room's."""
 

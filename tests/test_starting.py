@@ -41,7 +41,7 @@ ALLOWED = {
     ("starting.py", "subprocess.Popen"): "the place",
     ("starting.py", "sys.executable"): "the place",
     ("environment.py", "subprocess.run"): "git, below the place",
-    ("engine/prompts/templates.py", "os.fork"): "a copy of this process, which imports nothing",
+    ("engine/tokenizing.py", "os.fork"): "a copy of this process, which imports nothing",
     ("cli/mcp_server.py", "anyio.open_process"): "awaited; command and environment are of the place",
     ("cli/record.py", "sys.executable"): "compared with what the user names",
     ("capture/scripts/recorder.py", "sys.executable"): "compared with what the script names",

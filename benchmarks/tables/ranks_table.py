@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from benchmarks.tables import markdown
 from glassengine.backends.registry import find_backend
-from glassengine.engine.build.ranks import check_mesh, plan_of
+from glassengine.engine.build.write import check_mesh, plan_of
 from glassengine.errors import UsageError
 from glassengine.program import export_program, load_model
 from glassengine.program.parallel.placements import Mesh

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from glassengine.engine.run.load import load
     from glassengine.engine.session.session import Session
     from glassengine.errors import GlassError
-    from glassengine.executable.metrics.steps import mark_step
+    from glassengine.executable.steps import mark_step
     from glassengine.kernels.match import assert_matches, matches
     from glassengine.program import sites
     from glassengine.prompt.check import check_prompt
@@ -103,7 +103,7 @@ _PUBLIC = {
     "lazy": "glassengine.lazy",
     "list_backends": "glassengine.backends.registry",
     "load": "glassengine.engine.run.load",
-    "mark_step": "glassengine.executable.metrics.steps",
+    "mark_step": "glassengine.executable.steps",
     "matches": "glassengine.kernels.match",
     "metrics": "glassengine.metrics",
     "open": "glassengine.recording.read.source:open_dump",

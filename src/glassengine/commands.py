@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
-    from glassengine.backends.accuracy.calibration import calibrate
+    from glassengine.backends.calibration import calibrate
     from glassengine.capture.runs.target import record_target
     from glassengine.capture.scripts.run_script import record_script
     from glassengine.compare.many import compare_many
-    from glassengine.compare.series.series import compare_series
+    from glassengine.compare.series import compare_series
     from glassengine.diagnose.engines.side_by_side import side_by_side
     from glassengine.diagnose.invariance.engines import prove_batch_invariant
     from glassengine.diagnose.invariance.machine import batch_table
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from glassengine.diagnose.paired_modules import watch_modules
     from glassengine.diagnose.paired_run import PairedScript, watch_scripts
     from glassengine.diagnose.script_floor import measure_script_floor
-    from glassengine.program.listing.artifacts import compare_artifacts
+    from glassengine.program.representation.artifacts import compare_artifacts
     from glassengine.recording.read.upload import upload
     from glassengine.recording.series import SeriesReader, find_series
     from glassengine.serving.protocol import is_kind as is_served
@@ -63,11 +63,11 @@ _PUBLIC = {
     "PairedScript": "glassengine.diagnose.paired_run",
     "SeriesReader": "glassengine.recording.series",
     "batch_table": "glassengine.diagnose.invariance.machine",
-    "calibrate": "glassengine.backends.accuracy.calibration",
+    "calibrate": "glassengine.backends.calibration",
     "check_invariant_script": "glassengine.diagnose.invariance.recorded",
-    "compare_artifacts": "glassengine.program.listing.artifacts",
+    "compare_artifacts": "glassengine.program.representation.artifacts",
     "compare_many": "glassengine.compare.many",
-    "compare_series": "glassengine.compare.series.series",
+    "compare_series": "glassengine.compare.series",
     "find_series": "glassengine.recording.series",
     "is_served": "glassengine.serving.protocol:is_kind",
     "measure_noise_floor": "glassengine.diagnose.noise_floor",

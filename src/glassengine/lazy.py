@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
-    from glassengine.executable.metrics.steps import add_step_closure, mark_step
+    from glassengine.executable.steps import add_step_closure, mark_step
     from glassengine.plugins.lazy.surface import (
         device,
         fallbacks,
@@ -47,13 +47,13 @@ __all__ = [
 
 _PUBLIC = {
     "LazyTensor": "glassengine.plugins.lazy.tensor",
-    "add_step_closure": "glassengine.executable.metrics.steps",
+    "add_step_closure": "glassengine.executable.steps",
     "device": "glassengine.plugins.lazy.surface",
     "fallbacks": "glassengine.plugins.lazy.surface",
     "graph": "glassengine.plugins.lazy.surface",
     "is_lazy": "glassengine.plugins.lazy.surface",
     "mark_dynamic": "glassengine.plugins.lazy.surface",
-    "mark_step": "glassengine.executable.metrics.steps",
+    "mark_step": "glassengine.executable.steps",
     "mode": "glassengine.plugins.lazy.surface",
     "module": "glassengine.plugins.lazy.surface",
     "pending": "glassengine.plugins.lazy.surface:pending_tensors",

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
-    from glassengine.executable.cache.cache import examine_cache as cache
-    from glassengine.executable.metrics.compilation import compilations
-    from glassengine.executable.metrics.metrics import metrics as current
-    from glassengine.executable.metrics.metrics import metrics_report as report
-    from glassengine.executable.metrics.metrics import reset_metrics as reset
-    from glassengine.executable.metrics.report import merge_metrics as merge
-    from glassengine.executable.metrics.report import read_metrics as read
+    from glassengine.executable.cache import examine_cache as cache
+    from glassengine.executable.compilation import compilations
+    from glassengine.executable.counters import merge_metrics as merge
+    from glassengine.executable.counters import metrics as current
+    from glassengine.executable.counters import metrics_report as report
+    from glassengine.executable.counters import read_metrics as read
+    from glassengine.executable.counters import reset_metrics as reset
     from glassengine.results import Compilation, MetricsReport
 
 __all__ = ["Compilation", "MetricsReport", "cache", "compilations", "current", "merge", "read", "report", "reset"]
@@ -26,12 +26,12 @@ __all__ = ["Compilation", "MetricsReport", "cache", "compilations", "current", "
 _PUBLIC = {
     "Compilation": "glassengine.results",
     "MetricsReport": "glassengine.results",
-    "cache": "glassengine.executable.cache.cache:examine_cache",
-    "compilations": "glassengine.executable.metrics.compilation",
-    "current": "glassengine.executable.metrics.metrics:metrics",
-    "merge": "glassengine.executable.metrics.report:merge_metrics",
-    "read": "glassengine.executable.metrics.report:read_metrics",
-    "report": "glassengine.executable.metrics.metrics:metrics_report",
-    "reset": "glassengine.executable.metrics.metrics:reset_metrics",
+    "cache": "glassengine.executable.cache:examine_cache",
+    "compilations": "glassengine.executable.compilation",
+    "current": "glassengine.executable.counters:metrics",
+    "merge": "glassengine.executable.counters:merge_metrics",
+    "read": "glassengine.executable.counters:read_metrics",
+    "report": "glassengine.executable.counters:metrics_report",
+    "reset": "glassengine.executable.counters:reset_metrics",
 }
 __getattr__, __dir__ = deferred(__name__, _PUBLIC)

@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING
 from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
-    from glassengine.executable.profile.profile import Profile, profile
-    from glassengine.executable.profile.server import ProfileServer, start_server
-    from glassengine.executable.profile.server import request_profile as request
-    from glassengine.executable.profile.trace import StoredProfile
-    from glassengine.executable.profile.trace import read_profiles as read
+    from glassengine.executable.profile_server import ProfileServer, start_server
+    from glassengine.executable.profile_server import request_profile as request
+    from glassengine.executable.profile_trace import StoredProfile
+    from glassengine.executable.profile_trace import read_profiles as read
+    from glassengine.executable.profiling import Profile, profile
     from glassengine.spans import Trace
 
 __all__ = ["Profile", "ProfileServer", "StoredProfile", "Trace", "profile", "read", "request", "start_server"]
 
 _PUBLIC = {
-    "Profile": "glassengine.executable.profile.profile",
-    "ProfileServer": "glassengine.executable.profile.server",
-    "StoredProfile": "glassengine.executable.profile.trace",
+    "Profile": "glassengine.executable.profiling",
+    "ProfileServer": "glassengine.executable.profile_server",
+    "StoredProfile": "glassengine.executable.profile_trace",
     "Trace": "glassengine.spans",
-    "profile": "glassengine.executable.profile.profile",
-    "read": "glassengine.executable.profile.trace:read_profiles",
-    "request": "glassengine.executable.profile.server:request_profile",
-    "start_server": "glassengine.executable.profile.server",
+    "profile": "glassengine.executable.profiling",
+    "read": "glassengine.executable.profile_trace:read_profiles",
+    "request": "glassengine.executable.profile_server:request_profile",
+    "start_server": "glassengine.executable.profile_server",
 }
 __getattr__, __dir__ = deferred(__name__, _PUBLIC)

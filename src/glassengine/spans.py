@@ -1,7 +1,7 @@
 """Named spans of time, what a profile shows beside the operations of torch; and where a step ends.
 
 A span costs one look at a flag while no profile is taken. Its name in the trace carries its kind, which
-`executable/profile/trace.py` takes apart again.
+`executable/profile_trace.py` takes apart again.
 """
 
 from __future__ import annotations

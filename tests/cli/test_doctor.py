@@ -9,8 +9,7 @@ import pytest
 import glassengine
 from glassengine import commands, environment
 from glassengine.cli.main import main
-from glassengine.executable.cache.key import digest, surroundings
-from glassengine.executable.cache.store import CacheManifest, Store
+from glassengine.executable.cache_store import CacheManifest, Store, digest, surroundings
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from glassengine.cli.main import main
 from glassengine.diagnose import prompt_level
 from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.errors import UnknownNameError, UsageError
-from glassengine.plugins.serving.ggml.tokens import vocabulary_of
-from glassengine.plugins.serving.ggml.write import write_gguf
-from glassengine.report.agent_text import agent_text
+from glassengine.plugins.serving.ggml.write import vocabulary_of, write_gguf
+from glassengine.report.explained import agent_text
 from glassengine.report.findings import findings
 from glassengine.report.page.write import write_report
 from glassengine.report.sarif import sarif

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_origin, is_typeddict
 
 from glassengine import results
 from glassengine.engine.build.plan import BuildPlan
-from glassengine.engine.store.manifest import Manifest
+from glassengine.engine.manifest import Manifest
 
 CLASSES: dict[str, Any] = {"BuildPlan": BuildPlan, "Manifest": Manifest}
 """What a document is made of, by name; of two of one name the second has that of its module in front."""

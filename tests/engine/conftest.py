@@ -17,7 +17,7 @@ from torch import nn
 
 import glassengine as glass
 from glassengine.engine import Engine
-from glassengine.engine.store.manifest import FILE
+from glassengine.engine.manifest import FILE
 from glassengine.program import Program, export_program, load_model
 from glassengine.testing import models
 from glassengine.testing.checkpoints import VOCAB_SIZE, save_checkpoint

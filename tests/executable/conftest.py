@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from glassengine.executable.graph.graph import CapturedGraph, input_spec, mutated_placeholders
+from glassengine.executable.graph import CapturedGraph, input_spec, mutated_placeholders
 from glassengine.executable.run.executable import Executable
 
 MakeExecutable = Callable[..., Executable]

@@ -212,7 +212,7 @@ def gguf_by_us(folder: Path, path: Path) -> Path:
     """Write a GGUF file of a directory as `glass build --backend gguf` does."""
     import gguf
 
-    from glassengine.plugins.serving.ggml.tokens import add_vocabulary, vocabulary_of
+    from glassengine.plugins.serving.ggml.write import add_vocabulary, vocabulary_of
 
     size = json.loads((folder / "config.json").read_text())["vocab_size"]
     vocabulary = vocabulary_of(SimpleNamespace(config=SimpleNamespace(vocab_size=size)), str(folder))  # type: ignore[arg-type]

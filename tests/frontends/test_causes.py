@@ -14,7 +14,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 import glassengine as glass
 from glassengine.backends.eager import EagerBackend
 from glassengine.frontends.causes import read_guard
-from glassengine.results.compilation import Compilation
+from glassengine.results.backends import Compilation
 
 GAIN = 3
 

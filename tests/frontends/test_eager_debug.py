@@ -21,10 +21,9 @@ import glassengine as glass
 from glassengine.backends.eager import EagerBackend
 from glassengine.backends.inductor.backend import InductorBackend
 from glassengine.errors import UnknownNameError, UsageError
-from glassengine.executable.graph.execution import Execution, attach, detach
-from glassengine.executable.metrics.compilation import compilations
-from glassengine.executable.metrics.metrics import metrics, reset_metrics
-from glassengine.executable.metrics.report import parse_metrics
+from glassengine.executable.compilation import compilations
+from glassengine.executable.counters import metrics, parse_metrics, reset_metrics
+from glassengine.executable.graph import Execution, attach, detach
 from glassengine.frontends.eager_debug import EagerDebugMode, OpRunner, op_runner
 from tests import children
 

@@ -81,8 +81,8 @@ def read_snapshot(here: Path, shared: Path) -> int:
 
 
 def read_engine(here: Path, shared: Path) -> int:
-    from glassengine.engine.store.files import check_files, load_weights
-    from glassengine.engine.store.manifest import read_manifest, require_fit, require_intact
+    from glassengine.engine.files import check_files, load_weights
+    from glassengine.engine.manifest import read_manifest, require_fit, require_intact
     from glassengine.program.representation.stored import load_names
 
     directory = here / "it"
@@ -97,7 +97,7 @@ def read_engine(here: Path, shared: Path) -> int:
 
 def read_program(here: Path, shared: Path) -> int:
     from glassengine.backends.protocol.io import read_io
-    from glassengine.engine.run.sampling import read_settings
+    from glassengine.engine.run.generate import read_settings
     from glassengine.program.representation.stored import load_names
 
     names = load_names(here / "it")
@@ -106,15 +106,15 @@ def read_program(here: Path, shared: Path) -> int:
 
 
 def read_profile(here: Path, shared: Path) -> int:
-    from glassengine.executable.profile.trace import read_profiles
+    from glassengine.executable.profile_trace import read_profiles
 
     found, _ = read_profiles(here / "it")
     return say(json.dumps(found.data, allow_nan=False))
 
 
 def read_artifacts(here: Path, shared: Path) -> int:
-    from glassengine.program.listing.artifacts import read_manifest
-    from glassengine.program.listing.listing import read_listing
+    from glassengine.program.representation.artifacts import read_manifest
+    from glassengine.program.representation.listing import read_listing
 
     directory = here / "it"
     manifest = read_manifest(directory)
@@ -153,7 +153,7 @@ def read_inputs(here: Path, shared: Path) -> int:
 
 
 def read_token_ids(here: Path, shared: Path) -> int:
-    from glassengine.engine.prompts.prompts import read_input_ids
+    from glassengine.engine.prompts import read_input_ids
 
     path = _alone(here)
     return say(read_input_ids(path))
@@ -173,14 +173,14 @@ def read_checkpoint(here: Path, shared: Path) -> int:
 
 
 def read_prompts(here: Path, shared: Path) -> int:
-    from glassengine.engine.prompts.prompts import read_chat, read_prompt_file
+    from glassengine.engine.prompts import read_chat, read_prompt_file
 
     path = _alone(here)
     return say(read_chat(path) if path.name.startswith("c") else read_prompt_file(path))
 
 
 def read_aliases(here: Path, shared: Path) -> int:
-    from glassengine.engine.store.requests import read_requests
+    from glassengine.engine.build.requests import read_requests
 
     return say(read_requests([f"@{here / 'aliases.json'}"]))
 
@@ -193,7 +193,7 @@ def read_map(here: Path, shared: Path) -> int:
 
 
 def read_onnx(here: Path, shared: Path) -> int:
-    from glassengine.program.onnx.stored.file import read_onnx
+    from glassengine.program.onnx.file import read_onnx
 
     found = read_onnx(here / "it" / "m.onnx")
     return say(found.weights())
@@ -216,7 +216,7 @@ def read_archive(here: Path, shared: Path) -> int:
 
 
 def read_metrics(here: Path, shared: Path) -> int:
-    from glassengine.executable.metrics.report import read_metrics
+    from glassengine.executable.counters import read_metrics
 
     path = _alone(here)
     return say(read_metrics(path))
@@ -224,7 +224,7 @@ def read_metrics(here: Path, shared: Path) -> int:
 
 def read_kernels(here: Path, shared: Path) -> int:
     """What was measured of a runtime, and is kept in the cache: damaged, it is measured again."""
-    from glassengine.backends.accuracy import calibration
+    from glassengine.backends import calibration
 
     key = {"backend": "it", "version": "1", "instruction_set": "x"}
     before = os.environ.get("GLASS_CACHE_DIR")
@@ -239,8 +239,8 @@ def read_kernels(here: Path, shared: Path) -> int:
 @functools.cache
 def _server(folder: str) -> int:
     """Start a server, once in a process, and return its port."""
-    from glassengine.executable.profile import server as profile_server
-    from glassengine.executable.profile.server import request_profile
+    from glassengine.executable import profile_server
+    from glassengine.executable.profile_server import request_profile
 
     profile_server.ACCEPT_S = 0.0  # one client sends all of it
     port = profile_server.start_server(0, directory=Path(folder) / "profiles").port
@@ -251,7 +251,7 @@ def _server(folder: str) -> int:
 def serve(here: Path, shared: Path) -> int:
     """Send the bytes to a server that stays; afterwards it still answers, if only that it is busy."""
     from glassengine.errors import UsageError
-    from glassengine.executable.profile.server import request_profile
+    from glassengine.executable.profile_server import request_profile
     from tests.fuzz.readers import send_to
 
     port = _server(str(shared.parent / "temporary" / f"server-{os.getpid()}"))

@@ -16,7 +16,7 @@ import torch
 
 import glassengine as glass
 from glassengine.errors import UsageError
-from glassengine.executable.profile.server import KEY_FILE
+from glassengine.executable.profile_server import KEY_FILE
 from glassengine.reading.files import user_key
 
 SERVER_SECONDS = 8.0
@@ -47,7 +47,7 @@ class _Compiler:
 
     @contextlib.contextmanager
     def within(self, directory: Path) -> Iterator[Any]:
-        from glassengine.executable.cache.cache import CacheWork
+        from glassengine.executable.cache import CacheWork
 
         self._directory = directory
         yield (work := CacheWork(reused=(directory / "product").is_file()))
@@ -83,8 +83,8 @@ def _compiled(directory: Path) -> Any:
 
 
 def _compiled_there() -> Any:
-    from glassengine.executable.cache.cache import compiled
-    from glassengine.executable.graph.graph import CapturedGraph, input_spec
+    from glassengine.executable.cache import compiled
+    from glassengine.executable.graph import CapturedGraph, input_spec
 
     graph = torch.fx.Graph()
     graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (graph.placeholder("x"), 2.0)),))

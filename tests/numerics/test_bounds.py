@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from glassengine.numerics.bounds import has_bound, rounding_bound
+from glassengine.numerics.float64 import Operation, Roundoff
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
-from glassengine.numerics.ops import Operation, Roundoff
 from glassengine.ops.row import Rounding
-from glassengine.ops.table import TABLE
-from glassengine.ops.traits import named
+from glassengine.ops.traits import TABLE, named
 
 aten = torch.ops.aten
 

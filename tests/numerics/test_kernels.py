@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from glassengine.numerics.bounds import rounding_bound
+from glassengine.numerics.float64 import Operation, Roundoff
 from glassengine.numerics.kernels import SAFETY, KernelError, Kernels, joined
-from glassengine.numerics.ops import Operation, Roundoff
 
 
 def test_unmeasured_errors_are_unknown() -> None:

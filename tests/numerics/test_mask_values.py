@@ -9,9 +9,9 @@ import torch
 
 from glassengine.blocks.arrays import values_of
 from glassengine.compare import compare
-from glassengine.numerics.hidden_values import without_hidden as without_hidden_of
+from glassengine.numerics.drift import DriftSums
+from glassengine.numerics.limits import without_hidden as without_hidden_of
 from glassengine.numerics.mask_values import HIDDEN, sentinel
-from glassengine.numerics.metrics.drift import DriftSums
 from tests.compare.test_compare import record
 
 HALF, SINGLE = (torch.finfo(dtype).min for dtype in (torch.float16, torch.float32))

@@ -15,11 +15,9 @@ from torch.fx import Graph
 from torch.utils import _pytree as pytree
 
 from glassengine.numerics.mask_values import HIDDEN
-from glassengine.ops import table
-from glassengine.ops.arguments import argument
-from glassengine.ops.row import NOTHING, OpTraits, Rounding
-from glassengine.ops.table import TABLE
-from glassengine.ops.traits import base_name, named, traits_of, traits_of_target
+from glassengine.ops import traits as table
+from glassengine.ops.row import NOTHING, OpTraits, Rounding, argument
+from glassengine.ops.traits import TABLE, base_name, named, traits_of, traits_of_target
 
 aten = torch.ops.aten
 Call = tuple[Any, tuple[Any, ...]]

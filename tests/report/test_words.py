@@ -15,7 +15,7 @@ def test_a_hint_says_whether_it_is_proven_and_what_it_leaves() -> None:
     proven = Hint("scale", "twice", 1.0, proven=True, unexplained=1e-6, line="x * 2")
     assert [what for what, _ in hint_details(proven)] == ["mistake", "line", "proven"]
     guess = Hint("scale", "twice", 0.5, unexplained=0.12)
-    assert list(hint_details(guess)) == [("hint", "twice"), ("unexplained", "0.12 of the error")]
+    assert list(hint_details(guess)) == [("hint", "may be: twice"), ("unexplained", "0.12 of the error")]
 
 
 def test_untried_mistakes_are_named_where_nothing_is_proven(wrong: Comparison) -> None:

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from glassengine.plugins.serving.vllm.candidate import INSIDE
-from glassengine.testing.servers import save_small
+from glassengine.testing.checkpoints import save_small
 
 HERE = Path(__file__).parent
 PROMPTS = [[7, 99, 3, 200, 41, 17, 5, 88, 120], [11, 48, 85, 122, 159, 196, 233, 20, 57, 94, 131, 168]]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import glassengine as glass
-from glassengine.testing.servers import save_small
+from glassengine.testing.checkpoints import save_small
 
 PYTHON = os.environ.get("GLASS_SERVING_PYTHON", "")
 pytestmark = pytest.mark.skipif(

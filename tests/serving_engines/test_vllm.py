@@ -21,7 +21,7 @@ from glassengine.commands import record_served
 from glassengine.plugins.serving.vllm.candidate import INSIDE
 from glassengine.plugins.serving.vllm.inside.glassengine_vllm_run import ENVIRONMENT
 from glassengine.results import Comparison
-from glassengine.testing.servers import save_small
+from glassengine.testing.checkpoints import save_small
 
 PYTHON = os.environ.get("GLASS_SERVING_PYTHON", "")
 pytestmark = pytest.mark.skipif(

@@ -18,7 +18,7 @@ import torch
 from onnx import TensorProto, helper
 
 import glassengine as glass
-from glassengine.engine.store.manifest import FILE, checksum_of
+from glassengine.engine.manifest import FILE, checksum_of
 from glassengine.testing.checkpoints import save_checkpoint
 from tests.fuzz import kinds
 from tests.trust.test_stored_names import arguments, called, changed, factory, keyed

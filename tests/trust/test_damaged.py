@@ -18,7 +18,7 @@ import torch
 
 from glassengine.cli.main import main
 from glassengine.errors import CorruptError
-from glassengine.executable.metrics.report import parse_metrics, read_metrics
+from glassengine.executable.counters import parse_metrics, read_metrics
 from glassengine.reading.tensors import read_header, read_npz, read_torch, shape_from
 from glassengine.recording.layout.layout import shard_name
 from glassengine.recording.layout.records import entry_from, left_out_from

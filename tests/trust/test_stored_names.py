@@ -17,7 +17,7 @@ from torch import nn
 
 import glassengine as glass
 from glassengine.errors import CorruptError
-from glassengine.program.loading.exported_file import read_exported
+from glassengine.program.loading.stored import read_exported
 from glassengine.program.representation.archive import _is_harmless, is_expression, problems
 
 Change = Callable[[dict[str, Any]], None]

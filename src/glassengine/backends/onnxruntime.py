@@ -22,8 +22,8 @@ from glassengine.backends.onnx.network import check_graph, list_optimized
 from glassengine.backends.protocol.backend import Capabilities, Network, Run
 from glassengine.backends.protocol.io import device_of, read_io
 from glassengine.errors import BackendError
-from glassengine.program.onnx.stored.session import start
-from glassengine.program.onnx.stored.types import ELEMENT_TYPES
+from glassengine.program.onnx.session import start
+from glassengine.program.onnx.translated import ELEMENT_TYPES
 from glassengine.program.representation.program import Program
 
 # A node that the first provider has no kernel for is left to the second.

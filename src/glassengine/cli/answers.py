@@ -85,7 +85,7 @@ class Answers:
             if self.format is AnswerFormat.text:
                 show()
                 return
-            from glassengine.report.agent_text import agent_text
+            from glassengine.report.explained import agent_text
 
             sys.stdout.write(agent_text(results, settings.words))
 

@@ -19,7 +19,7 @@ from glassengine.errors import UsageError
 from glassengine.reading.files import open_regular
 from glassengine.stores import objects
 from glassengine.stores.places import RemotePath, place, remote
-from glassengine.writing.files import aside
+from glassengine.writing import aside
 
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 _FILE = re.compile(r"-|/dev/.*|.*\.json", re.DOTALL)

@@ -24,7 +24,7 @@ from glassengine.environment import owns_process
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError
 from glassengine.reading.files import open_regular
 from glassengine.stores.places import RemotePath, place
-from glassengine.writing.files import aside
+from glassengine.writing import aside
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?(\.exe)?")
 _ALONE = re.compile(r"-[bBdEiIOPqsSuvx]+")  # flags of Python without a value

@@ -42,7 +42,7 @@ def command(
 
     Exit status: 0 the page was written, also of a result that is not ok.
     """
-    from glassengine.report.card import is_picture, write_card
+    from glassengine.report.exported import is_picture, write_card
 
     if is_picture(output):
         if recordings or redact:

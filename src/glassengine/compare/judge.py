@@ -21,8 +21,8 @@ from glassengine.blocks.arrays import (
     statistics_of,
     stream_of,
 )
-from glassengine.compare import shapes
 from glassengine.compare.loader import Checksums, Counted, PairLoader
+from glassengine.compare.matching import layouts
 from glassengine.compare.matching.matching import MatchedPair
 from glassengine.compare.precision import by_drift, drift_of
 from glassengine.compare.roundings import (
@@ -40,17 +40,14 @@ from glassengine.compare.roundings import (
     may_be_rounding,
     precision_of,
 )
-from glassengine.numerics.hidden_values import both_may_hide, without_hidden
+from glassengine.numerics.drift import DriftSums
 from glassengine.numerics.judgement import SUSPICIOUS, WRONG
-from glassengine.numerics.limits import is_floating, limits
-from glassengine.numerics.metrics.drift import DriftSums
-from glassengine.numerics.metrics.figures import figures_of
-from glassengine.numerics.metrics.noise_ratio import Means, Slices, noise_ratio
-from glassengine.numerics.metrics.slices import slices, sums_of_squares
-from glassengine.numerics.metrics.tolerance import Tolerance, tolerance
+from glassengine.numerics.limits import both_may_hide, is_floating, limits, without_hidden
+from glassengine.numerics.slices import Means, Slices, figures_of, noise_ratio, slices, sums_of_squares
+from glassengine.numerics.tolerance import Tolerance, tolerance
 from glassengine.recording.layout.noise_floor import NoiseFloor, StoredFloor
 from glassengine.results import VERDICTS, Figures, Pair, Summary, Verdict
-from glassengine.writing.checksums import crc32_joined
+from glassengine.writing import crc32_joined
 
 BY_FLOOR = "noise floor"
 BY_TOLERANCE = "tolerance (uncalibrated)"
@@ -121,7 +118,7 @@ class PairJudge(PairLoader):
             _, share = self.whole(one)
             y = y._replace(array=y.array + share.array) if share.array.shape == y.array.shape else y
         if x.array.shape != y.array.shape:
-            what = shapes.difference(x.array.shape, y.array.shape, match.baseline.site)
+            what = layouts.difference(x.array.shape, y.array.shape, match.baseline.site)
             pair = dataclasses.replace(self.pair_of(match), verdict="wrong", judged_by=BY_SHAPE, reason=what)
             return PairVerdict(pair, None, counted)
         allowed = self.tolerance(match, x.dtype, y.dtype)

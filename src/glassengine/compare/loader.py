@@ -13,8 +13,7 @@ import numpy as np
 from glassengine.blocks.arrays import ArrayValues, values_of
 from glassengine.compare.matching.globs import NameIndex
 from glassengine.compare.matching.matching import MatchedPair
-from glassengine.compare.matching.padding import CACHES, Padding
-from glassengine.compare.matching.source_wrapper import SourceWrapper
+from glassengine.compare.matching.source_wrapper import CACHES, Padding, SourceWrapper
 from glassengine.errors import UsageError, nearest
 from glassengine.numerics.exemptions import PADDING, Ledger
 from glassengine.recording.layout.layout import Entry, have_same_bytes

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from glassengine.blocks.arrays import ArrayValues
+from glassengine.numerics.drift import LOST, DriftSums, by_growth
 from glassengine.numerics.limits import is_floating, sentinel
-from glassengine.numerics.metrics.drift import LOST, DriftSums, by_growth
-from glassengine.numerics.metrics.tolerance import is_inexact, tolerance
+from glassengine.numerics.tolerance import is_inexact, tolerance
 from glassengine.recording.read.source import TensorSource
 from glassengine.results import DriftRow, Verdict
 

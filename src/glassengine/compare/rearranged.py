@@ -16,7 +16,7 @@ from glassengine.compare.matching.matching import MatchedPair
 from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.limits import is_floating
-from glassengine.numerics.metrics.orders import called, order_of_slices
+from glassengine.numerics.orders import called, order_of_slices
 from glassengine.recording.layout.layout import Entry
 from glassengine.results import Altered, Hint
 

@@ -18,7 +18,7 @@ from glassengine.compare.judge import BY_TOLERANCE
 from glassengine.compare.matching.matching import MatchedPair
 from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.numerics.limits import limits
-from glassengine.numerics.metrics.tolerance import tolerance
+from glassengine.numerics.tolerance import tolerance
 from glassengine.recording.layout.layout import Entry
 from glassengine.results import Hint, Packed
 

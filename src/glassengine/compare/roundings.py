@@ -31,8 +31,8 @@ from glassengine.compare.matching.matching import MatchedPair
 from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.limits import is_floating
-from glassengine.numerics.metrics.noise_ratio import Slices
-from glassengine.numerics.metrics.tolerance import FEWEST_VALUES, LAST_BITS, Tolerance, tolerance
+from glassengine.numerics.slices import Slices
+from glassengine.numerics.tolerance import FEWEST_VALUES, LAST_BITS, Tolerance, tolerance
 from glassengine.recording.layout.entries import Entries
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
@@ -212,7 +212,7 @@ def may_be_coarse(figures: Figures, *dtypes: str) -> bool:
 def precision_of(values: ArrayValues) -> str:
     """Return the coarsest dtype that holds all values of a tensor, if they use its last bits; else its own.
 
-    See `numerics.metrics.tolerance.precision_of`, which needs torch.
+    See `numerics.tolerance.precision_of`, which needs torch.
     """
     if values.dtype not in ("float32", "float64"):
         return values.dtype

@@ -23,8 +23,8 @@ from glassengine.compare.normalizers import normalized
 from glassengine.compare.pairs import PairBlock, PairItem, Pairs
 from glassengine.compare.precision import two_precisions
 from glassengine.errors import UsageError
-from glassengine.numerics.metrics.drift import DriftSums
-from glassengine.numerics.metrics.tolerance import is_inexact, tolerance
+from glassengine.numerics.drift import DriftSums
+from glassengine.numerics.tolerance import is_inexact, tolerance
 from glassengine.recording.layout.noise_floor import NoiseFloor
 from glassengine.recording.read.source import TensorSource, open_source
 from glassengine.results import Pair

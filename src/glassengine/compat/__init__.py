@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from glassengine.capture.runs.model_debugger import model_addition_debugger_context
     from glassengine.compat import libneuronxla, torch_xla
     from glassengine.engine.run.step_files import StepFiles
-    from glassengine.executable.metrics.metrics import metrics_report
-    from glassengine.executable.metrics.steps import add_step_closure, current_step, is_master_ordinal, mark_step
+    from glassengine.executable.counters import metrics_report
     from glassengine.executable.snapshot.policy import register_hlo_snapshot_callback
+    from glassengine.executable.steps import add_step_closure, current_step, is_master_ordinal, mark_step
     from glassengine.frontends.eager_debug import eager_debug
     from glassengine.recording.read.source import Dump
     from glassengine.taps import register_network_output
@@ -53,13 +53,13 @@ _PUBLIC = {
     "Dump": "glassengine.recording.read.source",
     "NetworkOutputs": "glassengine.capture.observers.hooks",
     "StepFiles": "glassengine.engine.run.step_files",
-    "add_step_closure": "glassengine.executable.metrics.steps",
-    "current_step": "glassengine.executable.metrics.steps",
+    "add_step_closure": "glassengine.executable.steps",
+    "current_step": "glassengine.executable.steps",
     "eager_debug": "glassengine.frontends.eager_debug",
-    "is_master_ordinal": "glassengine.executable.metrics.steps",
+    "is_master_ordinal": "glassengine.executable.steps",
     "libneuronxla": "glassengine.compat.libneuronxla",
-    "mark_step": "glassengine.executable.metrics.steps",
-    "metrics_report": "glassengine.executable.metrics.metrics",
+    "mark_step": "glassengine.executable.steps",
+    "metrics_report": "glassengine.executable.counters",
     "model_addition_debugger_context": "glassengine.capture.runs.model_debugger",
     "named_network_outputs": "glassengine.capture.observers.hooks",
     "register_hlo_snapshot_callback": "glassengine.executable.snapshot.policy",

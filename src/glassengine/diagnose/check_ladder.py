@@ -36,7 +36,7 @@ from glassengine.diagnose.ladder.record import add_record, judge_sums_again, ten
 from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.diagnose.ladder.step_by_step import StepStage, numbered, staged
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
-from glassengine.engine.build.ranks import check_mesh
+from glassengine.engine.build.write import check_mesh
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import load
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError
@@ -57,7 +57,7 @@ from glassengine.judge.verdict.conclude import findings_of
 from glassengine.judge.verdict.corrections import with_configuration
 from glassengine.judge.verdict.drift import Drift, is_less_precise
 from glassengine.judge.verdict.evidence import EvidenceBox
-from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
+from glassengine.numerics.float64 import ACCUMULATIONS, Accumulation
 from glassengine.program import LoadedModel, load_candidate, load_model
 from glassengine.program.generation import PLAIN
 from glassengine.program.kinds.image_text import IMAGE_TOKEN, WITHOUT_IMAGES
@@ -162,7 +162,7 @@ class Ladder:
         else:
             # Of quantized weights all are judged, whatever the least coverage is.
             self.policy = replace(self.policy, min_coverage=0.0)
-            found = plugin("quantized.module").check_quantized_module(
+            found = plugin("quantized.check").check_quantized_module(
                 baseline,
                 candidate,
                 held,

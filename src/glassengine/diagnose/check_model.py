@@ -15,11 +15,11 @@ from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.diagnose.prompt_level import beside, check_only
 from glassengine.diagnose.reproduction.files import require_free
 from glassengine.diagnose.router import route
-from glassengine.engine.build.ranks import mesh_for
+from glassengine.engine.build.write import mesh_for
 from glassengine.errors import UsageError
 from glassengine.extensions import plugin
 from glassengine.judge.cases import as_inputs
-from glassengine.program.onnx.stored.options import session_settings
+from glassengine.program.onnx.session import session_settings
 from glassengine.progress import Progress, silent
 from glassengine.results import Comparison, Policy
 from glassengine.serving.protocol import ServingOptions
@@ -168,7 +168,7 @@ def check(
         if candidate is not None:
             raise UsageError("--against runs BASELINE itself", got=f"the candidate {candidate}", hint="leave it out")
         refuse(RECORD, request.flags, against)
-        found: Comparison = plugin("serving.another_python.check").check_against(request, str(against))
+        found: Comparison = plugin("serving.another_python").check_against(request, str(against))
         return found
     if suggest_precision:
         if min_snr is None:

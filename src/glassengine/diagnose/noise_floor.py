@@ -23,14 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from glassengine.blocks.arrays import values_of
 from glassengine.capture.intake.deferred_writer import Writer
-from glassengine.compare.matching.padding import Padding
-from glassengine.compare.matching.source_wrapper import OpenedSource
+from glassengine.compare.matching.source_wrapper import OpenedSource, Padding
 from glassengine.errors import GlassError
 from glassengine.numerics.float64 import retarget
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.mask_values import sentinel
-from glassengine.numerics.metrics.slices import slices
 from glassengine.numerics.noise import disturbed, noisy, rounds
+from glassengine.numerics.slices import slices
 from glassengine.ops.traits import traits_of
 from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import LeftOut

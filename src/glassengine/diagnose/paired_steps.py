@@ -19,7 +19,7 @@ from glassengine.capture.runs.record import Recorder, RecorderSettings
 from glassengine.compare.compare import compare
 from glassengine.compare.roundings import SLACK
 from glassengine.errors import IncomparableError
-from glassengine.numerics.metrics.tolerance import EXACT, tolerance
+from glassengine.numerics.tolerance import EXACT, tolerance
 from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.layout.layout import Entry, LeftOut
 from glassengine.recording.layout.values import dtype_name

@@ -17,11 +17,11 @@ from glassengine.candidates import BUILT, ENGINE, MODEL, QUANTIZED, RECORD, SERV
 from glassengine.diagnose.check_ladder import check_built, check_engine, check_model, check_record
 from glassengine.diagnose.ladder.quantized import is_quantized_candidate
 from glassengine.diagnose.ladder.request import CheckRequest, Model
+from glassengine.engine import files
 from glassengine.engine.run.engine import read_engine
-from glassengine.engine.store import files
 from glassengine.extensions import plugin
 from glassengine.program.loading.adapters import is_adapter
-from glassengine.program.onnx.stored.file import is_onnx
+from glassengine.program.onnx.file import is_onnx
 from glassengine.recording.read.source import TensorSource, file_suffixes, open_source
 from glassengine.results import Comparison
 from glassengine.serving.protocol import Served, ServedInSession, is_kind, open_served, served_as

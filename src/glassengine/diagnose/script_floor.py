@@ -24,7 +24,7 @@ from glassengine import environment, starting
 from glassengine.capture.scripts.run_script import record_script
 from glassengine.diagnose.noise_floor import NUM_RUNS, Collector, otherwise
 from glassengine.errors import GlassError
-from glassengine.numerics.metrics.tolerance import is_inexact
+from glassengine.numerics.tolerance import is_inexact
 from glassengine.recording.layout.layout import Entry, have_same_bytes
 from glassengine.recording.layout.noise_floor import Key, StoredFloor, write_noise_floor
 from glassengine.recording.layout.values import bytes_of

@@ -23,7 +23,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from glassengine.executable.graph.graph import (
+from glassengine.executable.graph import (
     CapturedGraph,
     GraphKind,
     InputKind,

@@ -15,9 +15,9 @@ from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters, graph_break_reasons, guard_failures
 from torch._guards import CompileContext, TracingContext
 
-from glassengine.executable.metrics.compilation import FIRST, Occasion
-from glassengine.executable.metrics.metrics import registry
-from glassengine.results.compilation import Cause
+from glassengine.executable.compilation import FIRST, Occasion
+from glassengine.executable.counters import registry
+from glassengine.results.backends import Cause
 
 RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)$")
 """Names that Dynamo gives to what follows a graph break: function, line."""

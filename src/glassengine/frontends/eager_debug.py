@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from glassengine.backends.protocol.backend import CompilingGraphs, GraphFunction
 from glassengine.backends.registry import choose_graph_backend
 from glassengine.errors import BackendError
-from glassengine.executable.metrics.compilation import FIRST, Occasion
-from glassengine.executable.metrics.metrics import registry
+from glassengine.executable.compilation import FIRST, Occasion
+from glassengine.executable.counters import registry
 from glassengine.frontends.eager_graph import (
     CompiledCall,
     EagerCall,
@@ -42,7 +42,7 @@ from glassengine.frontends.eager_graph import (
     overlap,
 )
 from glassengine.program.representation.naming import of_any_layout
-from glassengine.results.compilation import Cause
+from glassengine.results.backends import Cause
 
 _TRACING = (FakeTensor, FunctionalTensor)  # a graph is being captured: nothing is computed
 logger = logging.getLogger("glassengine")

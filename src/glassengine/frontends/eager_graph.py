@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_map
 
 from glassengine.backends.protocol.backend import CachingGraphs, CompilingGraphs
 from glassengine.errors import BackendError
-from glassengine.executable.graph.graph import CapturedGraph, input_spec
-from glassengine.executable.metrics.compilation import Occasion
+from glassengine.executable.compilation import Occasion
+from glassengine.executable.graph import CapturedGraph, input_spec
 from glassengine.executable.run.executable import Executable, compile_graph
 from glassengine.ops.traits import traits_of_target
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from glassengine.engine.prompts.prompts import load_tokenizer
-from glassengine.engine.prompts.tokenizing import encode, token_rows
+from glassengine.engine.prompts import load_tokenizer
+from glassengine.engine.tokenizing import encode, token_rows
 from glassengine.errors import UsageError
 from glassengine.program import LoadedModel, load_inputs
 from glassengine.program.inputs.user_inputs import steps_of

@@ -19,12 +19,12 @@ import torch
 
 from glassengine.blocks import agree
 from glassengine.judge.graphs.by_name import by_value
-from glassengine.numerics.counted import is_finite
+from glassengine.numerics.drift import LITTLE_LEFT, LOST, DriftSums, decibels, loss_of
 from glassengine.numerics.exemptions import DRAWN, PADDING
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.kinds import unequal
-from glassengine.numerics.metrics.drift import LITTLE_LEFT, LOST, DriftSums, decibels, loss_of
-from glassengine.numerics.metrics.tolerance import is_inexact, tolerance
+from glassengine.numerics.mask_values import is_finite
+from glassengine.numerics.tolerance import is_inexact, tolerance
 from glassengine.numerics.verdict import Reference
 from glassengine.program.representation.outputs import PREFIX
 from glassengine.program.representation.program import Program

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from glassengine.kernels.written_out import Change, WrittenOut
-from glassengine.ops.arguments import argument
+from glassengine.ops.row import argument
 from glassengine.ops.traits import base_name, traits_of
 from glassengine.results.kernels import MistakeKind
 

@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
-from glassengine.kernels.arrays import as_tensors
 from glassengine.kernels.leaves import RIGHT, figures, passes
-from glassengine.kernels.prepared import Prepared, same, settled
+from glassengine.kernels.prepared import Prepared, as_tensors, same, settled
 from glassengine.kernels.trace import tensors_of
+from glassengine.numerics.float64 import ACCUMULATIONS, Accumulation
 from glassengine.numerics.judgement import Judgement
-from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
 from glassengine.results import worst
 from glassengine.results.base import VERDICTS
 from glassengine.results.kernels import KernelMistake, Match, TensorMatch

@@ -11,16 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glassengine.kernels.arrays import as_tensors
 from glassengine.kernels.edits import Mistake, mistakes_in, numbers_in, with_number
-from glassengine.kernels.leaves import beyond_rounding, passes
-from glassengine.kernels.prepared import KernelPart, Prepared, same, settled
-from glassengine.kernels.regions import described
+from glassengine.kernels.leaves import beyond_rounding, described, passes
+from glassengine.kernels.prepared import KernelPart, Prepared, as_tensors, same, settled
 from glassengine.kernels.trace import copied, tensors_of
 from glassengine.kernels.written_out import WrittenOut
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.kinds import parts
-from glassengine.numerics.metrics.orders import called, order_between
+from glassengine.numerics.orders import called, order_between
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
 from glassengine.results.kernels import KernelMistake, MistakeKind, TensorMatch

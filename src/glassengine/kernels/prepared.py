@@ -1,4 +1,4 @@
-"""A reference prepared on inputs: its float64 results, noise and bounds, as a whole or rows by rows."""
+"""A reference prepared on inputs, arrays of other libraries among them: float64 results, noise and bounds."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
+from torch.utils.dlpack import from_dlpack
 
 from glassengine.judge.exclusions.ties import is_comparison, ranking, tied_choices
 from glassengine.kernels.leaves import MANY_RUNS, Expectation
@@ -28,7 +29,7 @@ from glassengine.kernels.trace import (
     traced,
     wide,
 )
-from glassengine.numerics.ops import Accumulation
+from glassengine.numerics.float64 import Accumulation
 
 _LARGE = 1 << 22
 """Elements of inputs and results from which on rows are judged in parts."""
@@ -323,3 +324,28 @@ def same(one: Tensor, other: Tensor) -> bool:
     if not one.is_floating_point() or one.element_size() == 1:
         return False
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def as_tensors(tree: Any) -> Any:
+    """Return a tree with its arrays as tensors; what is no array as it is."""
+    return pytree.tree_map(_as_tensor, tree)
+
+
+def _as_tensor(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value
+    if type(value).__module__ == "numpy":
+        return _of_numpy(value)
+    return from_dlpack(value) if hasattr(value, "__dlpack__") else value
+
+
+def _of_numpy(value: Any) -> Any:
+    import numpy as np
+
+    is_usual = value.dtype.isbuiltin == 1 and value.dtype.isnative
+    if value.ndim and is_usual and value.flags.writeable and min(value.strides) >= 0:
+        return torch.from_numpy(value)
+    # Torch takes no strides below 0 (its DLPack ends the process), and no numbers that others have added to NumPy.
+    own = np.array(value, value.dtype.newbyteorder("=") if not value.dtype.isnative else value.dtype, order="C")
+    added = getattr(torch, own.dtype.name, None) if own.dtype.isbuiltin == 2 else None
+    return torch.from_numpy(own) if added is None else torch.from_numpy(own.view(f"i{own.itemsize}")).view(added)

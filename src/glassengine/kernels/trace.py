@@ -22,12 +22,10 @@ from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError, first_line
 from glassengine.numerics.bounds import rounding_bound
-from glassengine.numerics.float64 import double, retarget, target_of
+from glassengine.numerics.float64 import Accumulation, Operation, Roundoff, double, retarget, target_of
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.noise import disturbed, noisy, rounded, rounds
-from glassengine.numerics.ops import Accumulation, Operation, Roundoff
-from glassengine.ops.arguments import argument
-from glassengine.ops.row import Rounding
+from glassengine.ops.row import Rounding, argument
 from glassengine.ops.traits import base_name, traits_of
 from glassengine.program.representation.outputs import is_view
 

@@ -40,9 +40,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from glassengine.numerics.float64 import U_ACCUMULATE, Operation, Roundoff
 from glassengine.numerics.kernels import assumed
 from glassengine.numerics.mask_values import size_but_hidden
-from glassengine.numerics.ops import U_ACCUMULATE, Operation, Roundoff
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import named
 

@@ -1,16 +1,23 @@
-"""Real float64: dtypes written into a graph (`.to(float32)`, `softmax(dtype=...)`) are retargeted."""
+"""The float64 reference: graphs retargeted to real float64, ops with their results, and how candidates round them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
 
-from glassengine.ops.traits import traits_of
+from glassengine.numerics.kernels import UNMEASURED, KernelError, Kernels
+from glassengine.numerics.mask_values import is_finite
+from glassengine.ops.row import OpTraits, Rounding
+from glassengine.ops.traits import named, traits_of
 from glassengine.program.representation.naming import of_any_layout, op_name
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -76,3 +83,122 @@ def _normed(target: Any, v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torc
 def _unwritten(target: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     value: torch.Tensor = target(*args, **kwargs)
     return value.fill_(math.nan) if value.is_floating_point() else value.zero_()
+
+
+U_ACCUMULATE = 2.0**-24
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """How products (matrix products, convolutions, attention) are summed: unit roundoffs of sums and of operands.
+
+    And of the sums of an attention over its keys, where these are coarser, and how accurate elementwise kernels are.
+    """
+
+    u_sums: float = U_ACCUMULATE
+    u_operands: float = 0.0
+    kernels: Kernels = UNMEASURED
+    u_contexts: float = 0.0
+
+
+FLOAT32_SUMS = Accumulation()
+
+ACCUMULATIONS = {
+    "float32": FLOAT32_SUMS,
+    "tf32": Accumulation(u_operands=2.0**-11),
+    "bfloat16": Accumulation(2.0**-9, 2.0**-9),
+    "float16": Accumulation(2.0**-11, 2.0**-11),
+}
+"""What a candidate may declare; anything less than float32 would otherwise show as an error."""
+
+
+@dataclass(frozen=True)
+class Roundoff:
+    """Unit roundoffs of one op (see `bounds`), and what rounding does near zero.
+
+    Attributes:
+        tiny: Largest error of rounding near zero in the dtype of the result.
+        tiny_in: The same in the coarsest of what u_in and u_w are of.
+        kernel: What the runtime's kernel of the op is off by beyond that; None where it was not measured.
+    """
+
+    u: float
+    u_in: float = 0.0
+    u_w: float = 0.0
+    tiny: float = 0.0
+    u_sums: float = U_ACCUMULATE
+    tiny_in: float = 0.0
+    kernel: KernelError | None = None
+
+    def size_in(self, x: Tensor) -> Tensor:
+        """Return |x| as roundoffs of inputs are relative to it: near zero more, lest their errors be below `tiny_in`.
+
+        Twice that, since bounds are of first order and numbers of one or two steps are far from that.
+        """
+        u = max(self.u_in, self.u_w)
+        return x.abs().clamp(min=2 * self.tiny_in / u) if u and self.tiny_in else x.abs()
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One op in float64: ATen base name, what computes it, arguments and result."""
+
+    name: str
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    exact: Tensor
+
+    @property
+    def traits(self) -> OpTraits:
+        """What is known of the op."""
+        return named(self.name)
+
+    @property
+    def num_terms(self) -> int:
+        """Number of terms of one of the sums inside of the op; 1 where it has none."""
+        count = self.traits.terms
+        return 1 if count is None else count(self.args, self.exact)
+
+    def on(self, change: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the result of the op on floating arguments changed by `change`; numbers stay."""
+
+        def changed(value: Any) -> Any:
+            return change(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        args, kwargs = pytree.tree_map(changed, (self.args, self.kwargs))
+        found = self.target(*args, **kwargs)
+        result: Tensor = found[0] if isinstance(found, (tuple, list)) else found
+        return result
+
+
+def is_broken(value: Any) -> bool:
+    """Return whether there is a NaN or a positive infinity (masks hold negative ones)."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not value.numel():
+        return False
+    return not bool(value.amax() < math.inf)
+
+
+def num_newly_broken(
+    operation: Operation, candidate: torch.Tensor, unwritten: torch.Tensor | None, hidden: torch.Tensor | None = None
+) -> int:
+    """Return how many NaN and infinities the op made of finite inputs; padding counts: what comes later reads it.
+
+    A row of padding that may see nothing has a softmax of its own in every kernel, and uninitialized memory
+    holds anything.
+
+    Args:
+        operation: On finite inputs.
+        candidate: What the candidate made of them.
+        unwritten: Bool mask of the elements that depend on memory that nothing has written; None if there are none.
+        hidden: Bool mask of those that hide a place, where minus infinity equals any number.
+    """
+    traits = operation.traits
+    is_of_rows = traits.kind in ("softmax", "log_softmax") or traits.rounding is Rounding.ATTENTION
+    if is_of_rows or is_finite(candidate):
+        return 0
+    largest = torch.finfo(candidate.dtype).max / 2
+    broken = ~candidate.isfinite() & operation.exact.isfinite() & (operation.exact.abs() < largest)
+    if hidden is not None:
+        broken = broken & ~(hidden & (candidate < 0))
+    return int((broken if unwritten is None else broken & ~unwritten).sum())

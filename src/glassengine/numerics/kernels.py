@@ -2,7 +2,7 @@
 
 A runtime may compute an elementwise function to an absolute accuracy (a rational approximation of the sigmoid, say),
 where the rounding bound of its class is relative. That is a fact of the runtime, its version and its instruction set:
-it is measured by a sweep (`backends.accuracy`) against the bound without it, and what is left over is stored.
+it is measured by a sweep (`backends.kernel_sweep`) against the bound without it, and what is left over is stored.
 The judge, the noise and the reproductions all take it from here.
 """
 

@@ -1,10 +1,14 @@
-"""The limits of floating dtypes by name, as `torch.finfo` has them: who judges figures alone has no torch."""
+"""The limits of floating dtypes by name, and values at these limits, which hide others; without torch."""
 
 from __future__ import annotations
 
 import functools
 import math
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from glassengine.blocks.arrays import Array, ArrayValues
 
 if TYPE_CHECKING:
     import torch
@@ -75,3 +79,32 @@ def sentinel(*dtypes: torch.dtype | str) -> float:
     """Return from which size on values are mask sentinels (finfo.min plus a score) in one of `dtypes`, not numbers."""
     known = (_LIMITS.get(str(dtype).removeprefix("torch.")) for dtype in dtypes)
     return min((min(_SHARE_OF_LARGEST * one.largest, _BEYOND_NUMBERS) for one in known if one), default=math.inf)
+
+
+def without_hidden(x: ArrayValues, y: ArrayValues) -> tuple[ArrayValues, ArrayValues] | None:
+    """Return both with 0 where both hide; None where they do nowhere.
+
+    A number hides in a mask, which holds zeros beside, or where it is the least of its own dtype.
+    """
+    if not (is_floating(x.dtype) and is_floating(y.dtype)) or x.array.shape != y.array.shape:
+        return None
+    lows = [HIDDEN, HIDDEN] if _is_mask(x.array) and _is_mask(y.array) else [-sentinel(x.dtype), -sentinel(y.dtype)]
+    both = (x.array <= lows[0]) & (y.array <= lows[1])
+    if not both.any():
+        return None
+    zero = np.zeros((), np.float16)
+    return x._replace(array=np.where(both, zero, x.array)), y._replace(array=np.where(both, zero, y.array))
+
+
+def both_may_hide(x: ArrayValues, y: ArrayValues) -> bool:
+    """Whether `without_hidden` could change something, of tensors of which these are some rows."""
+    if not (is_floating(x.dtype) and is_floating(y.dtype)):
+        return False
+    return bool(((x.array <= HIDDEN) & (y.array <= HIDDEN)).any())
+
+
+def _is_mask(value: Array) -> bool:
+    if value.ndim < 2 or not value.size:
+        return False
+    is_zero_at_most = bool(value.max() == 0) and bool(value.min() <= HIDDEN)
+    return is_zero_at_most and bool(((value == 0) | (value <= HIDDEN)).all())

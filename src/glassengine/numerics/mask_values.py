@@ -5,13 +5,18 @@ Implementations write minus infinity, the least number of a dtype (of float16, p
 a value that hides is compared as that, not by its size, wherever a softmax is all that becomes of it (see
 `judge.exclusions.masked`); elsewhere only what is too large for a number (`sentinel`) is compared by its
 kind. Whether a place is hidden is always compared.
+
+Sums over the elements of a tensor that count: a mask says which, None means all.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from glassengine.blocks import agree
 from glassengine.numerics.limits import HIDDEN, sentinel
 
 __all__ = ["HIDDEN", "is_below", "is_mask", "kind_of", "seen_by", "sentinel", "size_but_hidden"]
@@ -58,3 +63,31 @@ def seen_by(added: Tensor, seen: Tensor) -> Tensor:
 def size_but_hidden(value: Tensor) -> Tensor:
     """|value|, where -inf hides what must not be chosen."""
     return torch.where(value.isinf(), value, value.abs())
+
+
+def is_finite(value: torch.Tensor) -> bool:
+    """Whether a floating tensor holds numbers only; one pass and no mask for what does."""
+    return math.isfinite(float(value.sum())) or bool(value.isfinite().all())
+
+
+def same_where(candidate: torch.Tensor, native: torch.Tensor, valid: torch.Tensor | None) -> bool:
+    """Whether two tensors are the same, NaN for NaN."""
+    if torch.equal(candidate, native):
+        return True
+    if valid is None and is_finite(candidate):
+        return False
+    same = agree(candidate, native)
+    return bool(same.all() if valid is None else (same | ~valid).all())
+
+
+def mean_where(square: torch.Tensor, counted: torch.Tensor | None) -> float:
+    """Return the mean."""
+    if counted is None:
+        return float(square.mean()) if square.numel() else 0.0
+    number = int(counted.sum())
+    return float(torch.where(counted, square, 0.0).sum()) / number if number else 0.0
+
+
+def rms_where(error: torch.Tensor, counted: torch.Tensor | None) -> float:
+    """Return the root of the mean square."""
+    return float(mean_where(error.square(), counted) ** 0.5)

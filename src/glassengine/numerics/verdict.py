@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 
-from glassengine.numerics.counted import is_finite, mean_where, rms_where, same_where
 from glassengine.numerics.floor import Counted, Floor, QuickFloor, error_means, measured_floor, quick_floor
 from glassengine.numerics.judgement import (
     INTRODUCED_SUSPICIOUS,
@@ -38,9 +37,17 @@ from glassengine.numerics.judgement import (
     smallest_precise,
     unit_roundoff,
 )
-from glassengine.numerics.kinds import other_kind, parts, unequal
-from glassengine.numerics.known import NOTHING, KnownValues
-from glassengine.numerics.mask_values import HIDDEN, is_below, kind_of, sentinel
+from glassengine.numerics.kinds import NOTHING, KnownValues, other_kind, parts, unequal
+from glassengine.numerics.mask_values import (
+    HIDDEN,
+    is_below,
+    is_finite,
+    kind_of,
+    mean_where,
+    rms_where,
+    same_where,
+    sentinel,
+)
 from glassengine.results import Verdict
 
 # Large elements hide an error of small ones in a mean. It counts where it is this far beyond the bound of some element

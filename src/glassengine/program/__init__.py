@@ -15,8 +15,8 @@ from glassengine.program.inputs.modules import module_inputs, stored_inputs
 from glassengine.program.inputs.user_inputs import in_order, load_inputs
 from glassengine.program.kinds.causal_lm import is_pretrained
 from glassengine.program.kinds.example_inputs import MadeUp, example_inputs
-from glassengine.program.listing.listing import OnStage, stage_of
 from glassengine.program.loading.load import load_candidate, load_model
+from glassengine.program.representation.listing import OnStage, stage_of
 from glassengine.program.representation.passes import apply_pass
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.stored import load_names

@@ -121,11 +121,11 @@ def _open(spec: str) -> PromptSide:
     if kind == "gguf":
         return plugin("serving.ggml.prompt").GgufSide(path)  # type: ignore[no-any-return]
     if kind == "genai":
-        return plugin("serving.onnx.prompt").GenaiSide(path)  # type: ignore[no-any-return]
+        return plugin("serving.prompts").GenaiSide(path)  # type: ignore[no-any-return]
     if kind == "vllm":
-        return plugin("serving.vllm.prompt").VllmSide(path)  # type: ignore[no-any-return]
+        return plugin("serving.prompts").VllmSide(path)  # type: ignore[no-any-return]
     if kind == "openvino":
-        return plugin("serving.openvino.prompt").OpenvinoSide(path)  # type: ignore[no-any-return]
+        return plugin("serving.prompts").OpenvinoSide(path)  # type: ignore[no-any-return]
     if kind == "port":
         from glassengine.prompt.port import TokenizerPort
 

@@ -21,7 +21,7 @@ from glassengine.errors import UnknownNameError, UsageError
 from glassengine.report.findings import findings
 from glassengine.results import Comparison
 from glassengine.results.base import plain
-from glassengine.writing.files import aside, remove_tree
+from glassengine.writing import aside, remove_tree
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -211,7 +211,7 @@ def _properties(result: Comparison) -> dict[str, object]:
         properties |= {name: f"{line.place}: {line.code}" for name, line in lines.items() if line is not None}
         properties |= {"finding": first.text} | ({} if first.site is None else {"site": first.site})
         if first.hints:
-            properties["hint"] = first.hints[0].text
+            properties["hint"] = first.hints[0].in_words()
     return properties
 
 

@@ -35,8 +35,7 @@ from glassengine.recording.layout.records import (
 from glassengine.recording.layout.shard_files import ShardFiles, Shards
 from glassengine.recording.ring import journal
 from glassengine.recording.ring.file import LeftRing
-from glassengine.writing.checksums import crc32
-from glassengine.writing.files import hold, remove_tree
+from glassengine.writing import crc32, hold, remove_tree
 
 if TYPE_CHECKING:
     from glassengine.recording.write.writer import RecordingWriter

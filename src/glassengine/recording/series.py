@@ -36,7 +36,7 @@ from glassengine.reading.files import open_regular
 from glassengine.recording.layout.layout import MAX_FRAME_BYTES, SERIES
 from glassengine.recording.layout.records import decoded, frame, framed, read_payload
 from glassengine.sites import matches
-from glassengine.writing.files import open_to_append, write_whole
+from glassengine.writing import open_to_append, write_whole
 
 ABSENT, MEASURED, NONFINITE, UNMEASURED = range(4)
 """What a row says of a column: not in this step; a value; NaN or infinite elements; there, but not measured."""

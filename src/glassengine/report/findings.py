@@ -196,7 +196,7 @@ def _pairs_of(result: Comparison, origins: Sequence[Divergence]) -> dict[tuple[s
 def _of_origin(origin: Divergence, pairs: Sequence[Pair], fails: bool) -> ReportFinding:
     where = f", {origin.where}" if origin.where else ""
     rank = f" of rank {origin.rank}" if origin.rank is not None else ""
-    kind = f": {origin.hints[0].text}" if origin.hints else ""
+    kind = f": {origin.hints[0].in_words()}" if origin.hints else ""
     text = f"{origin.site}{rank} is {origin.verdict}{where}{kind}."
     if origin.hints and origin.hints[0].line is not None:
         text += f" The line should read: {origin.hints[0].line}."

@@ -19,8 +19,7 @@ from rich.text import Text
 from glassengine.report import words
 from glassengine.report.findings import next_step
 from glassengine.report.table import VERDICT_STYLES, Screen, indent, mark, new_table
-from glassengine.report.terminal_prompt import prompt
-from glassengine.report.terminal_rollout import rollout
+from glassengine.report.terminal_apart import prompt, rollout
 from glassengine.report.words import (
     cost_line,
     exempt,
@@ -34,7 +33,7 @@ from glassengine.results import VERDICTS, Comparison, Divergence, DriftRow, Hint
 from glassengine.results.sentences import named_mistake, parts_of_source, place_of, short
 
 if TYPE_CHECKING:
-    from glassengine.results.replay import Bisection, Replayed, ReplayedOutput
+    from glassengine.results.recorded import Bisection, Replayed, ReplayedOutput
 
 _ROWS, _COLUMNS = 25, 100
 _HEAD, _LEAST_ROWS = 5, 3
@@ -250,7 +249,7 @@ def _about(result: Comparison, found: Divergence) -> Iterator[Text]:
         yield Text(f"  also     the same mistake in {where}")
     for other in others[:_MAX_ORIGINS]:
         many = f", {other.where}" if other.where else ""
-        kind = f": {other.hints[0].text}" if other.hints else ""
+        kind = f": {other.hints[0].in_words()}" if other.hints else ""
         text = f"{other.site} (step {other.step}, {other.verdict}{many}) makes an error of its own{kind}"
         yield Text(f"  also     {text}")
     if len(others) > _MAX_ORIGINS:
@@ -514,7 +513,7 @@ def _weight_name(weight: QuantizedWeight, prefix: str) -> str:
 def _quantization_mistakes(result: Comparison) -> list[Text]:
     lines = []
     for origin in result.origins[:_MAX_MISTAKES]:
-        text = "; ".join(hint.text for hint in origin.hints)
+        text = "; ".join(hint.in_words() for hint in origin.hints)
         lines.append(Text(f"{origin.site.removesuffix(':param')}: {text}", style=VERDICT_STYLES[origin.verdict]))
     if len(result.origins) > _MAX_MISTAKES:
         lines.append(Text(f"... and {len(result.origins) - _MAX_MISTAKES} more (--json has all)"))

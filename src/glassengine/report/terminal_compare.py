@@ -23,10 +23,10 @@ from glassengine.report.terminal_check import because, compared, drift_table, fo
 from glassengine.report.words import of_side
 from glassengine.results import VERDICTS, Comparison, Figures, Pair, Skipped, Summary, tally_of
 from glassengine.results.comparison import SeriesComparison
-from glassengine.results.environments import differences
+from glassengine.results.sentences import differences
 
 if TYPE_CHECKING:
-    from glassengine.results.artifacts import ArtifactComparison, StageComparison
+    from glassengine.results.backends import ArtifactComparison, StageComparison
     from glassengine.results.comparison import Comparisons
     from glassengine.results.engines import SideBySide, StepDifference
 

@@ -28,7 +28,7 @@ from glassengine.results import (
     SideBySide,
 )
 from glassengine.results.answer import Exemption, InputUsed
-from glassengine.results.artifacts import Difference
+from glassengine.results.backends import Difference
 from glassengine.results.engines import StepDifference
 from glassengine.results.sentences import named_mistake
 
@@ -117,7 +117,7 @@ def step_of(result: Comparison, found: Divergence) -> str:
 def hint_lines(hint: Hint) -> Iterator[tuple[str, str]]:
     """Yield (what, text): a mistake that is proven is called by its kind, anything else may be one."""
     kind = "" if hint.text.startswith(f"{hint.kind} ") else f"{hint.kind}: "
-    yield ("mistake", f"{kind}{hint.text}") if hint.proven else ("hint", hint.text)
+    yield ("mistake", f"{kind}{hint.text}") if hint.proven else ("hint", hint.in_words())
     if hint.line is not None:
         yield "line", hint.line
 
@@ -146,7 +146,10 @@ def hints_worth_a_line(hints: Sequence[Hint]) -> list[Hint]:
 
 def pair_of(found: Divergence, pairs: Iterable[Pair]) -> Pair | None:
     """Return the pair that shows a divergence: of several cases, the one in which it is wrong."""
-    places = [p for p in pairs if (p.level, p.step, p.site) == (found.level, found.step, found.site)]
+    here = [p for p in pairs if (p.level, p.step) == (found.level, found.step)]
+    places = [p for p in here if p.site == found.site]
+    if all(p.figures is None for p in places):  # an op inside of a region, which was measured at its end
+        places = [p for p in here if p.candidate_site == found.candidate_site and not p.inherited] or places
     ranked = [p for p in places if found.rank in (None, p.rank)] or places
     own = [p for p in ranked if not p.inherited] or ranked
     return max(own, key=lambda p: VERDICTS.index(p.verdict), default=None)

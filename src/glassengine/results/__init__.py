@@ -13,8 +13,25 @@ from glassengine.results.answer import (
     ResultComparison,
     Standing,
 )
-from glassengine.results.artifacts import (
+from glassengine.results.apart import (
+    BatchProof,
+    FirstOperation,
+    Invariance,
+    PromptComparison,
+    PromptExample,
+    PromptFinding,
+    RolloutCause,
+    RolloutComparison,
+    RolloutToken,
+    SwitchTried,
+    Variation,
+)
+from glassengine.results.backends import (
     ArtifactComparison,
+    CachedGraph,
+    CacheReport,
+    Cause,
+    Compilation,
     StageComparison,
 )
 from glassengine.results.base import (
@@ -39,12 +56,6 @@ from glassengine.results.comparison import (
     Skipped,
     WeightsComparison,
     WrittenDifferently,
-)
-from glassengine.results.compilation import (
-    CachedGraph,
-    CacheReport,
-    Cause,
-    Compilation,
 )
 from glassengine.results.engines import (
     EngineColumn,
@@ -84,7 +95,6 @@ from glassengine.results.hints import (
     Quantization,
     QuantizedWeight,
 )
-from glassengine.results.invariance import BatchProof, FirstOperation, Invariance, SwitchTried, Variation
 from glassengine.results.metrics import (
     MetricsReport,
     MetricSummary,
@@ -99,15 +109,12 @@ from glassengine.results.pairs import (
     counts_of,
     tally_of,
 )
-from glassengine.results.prompt import PromptComparison, PromptExample, PromptFinding
 from glassengine.results.recorded import (
+    Bisection,
     ListedSnapshot,
+    MinimalOp,
     RecordedScript,
     RecordedTarget,
-)
-from glassengine.results.replay import (
-    Bisection,
-    MinimalOp,
     Replayed,
     ReplayedOutput,
 )
@@ -115,7 +122,6 @@ from glassengine.results.report import (
     ReportPage,
     WrittenReport,
 )
-from glassengine.results.rollout import RolloutCause, RolloutComparison, RolloutToken
 
 __all__ = [
     "BY_GRID",

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from glassengine.results.answer import CaseInputs, DriftRow, Exemption, Granularity, ResultComparison, Standing
+from glassengine.results.apart import LEVEL, PromptComparison, RolloutComparison
 from glassengine.results.base import VERDICTS, Verdict, worst
 from glassengine.results.comparison import (
     Comparison,
@@ -30,8 +31,6 @@ from glassengine.results.comparison import (
 )
 from glassengine.results.hints import Quantization
 from glassengine.results.pairs import Counts, Pair, TokenAgreement, counts_of
-from glassengine.results.prompt import LEVEL, PromptComparison
-from glassengine.results.rollout import RolloutComparison
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,10 @@ class Hint(Result):
     unexplained: float | None = None
     line: str | None = None
 
+    def in_words(self) -> str:
+        """Return the sentence; of a mistake that was tried and is not proven, that it may be one."""
+        return f"may be: {self.text}" if self.evidence == TRIED and not self.proven else self.text
+
 
 @dataclass(frozen=True)
 class QuantizedWeight(Result):

@@ -80,7 +80,7 @@ def comparison_card(result: Any) -> str:
         for side, value, line in zip(("baseline", "candidate"), values, lines, strict=True):
             facts[f"{side} has"] = f"{value}: {line}" if value and line else value or line
         if hint is not None:
-            facts |= {"mistake, proven" if hint.proven else "hint": hint.text, "the line should read": hint.line}
+            facts |= {"mistake, proven" if hint.proven else "hint": hint.in_words(), "the line should read": hint.line}
     own = [pair for pair in result.pairs if pair.verdict in ("suspicious", "wrong") and not pair.inherited]
     worst = sorted(own, key=lambda pair: (pair.verdict != "wrong", -_ratio(pair)))
     rows = [

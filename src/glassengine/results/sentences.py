@@ -1,8 +1,9 @@
-"""Says what a comparison has found in one sentence: the proven mistake, and where it is."""
+"""Sentences about results: what a comparison has found, and how two environments differ."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +75,39 @@ def place_of(source: str) -> str:
     """Return "file:line" of "file:line: code": below the working directory, or the end of a long path."""
     path, here = Path(parts_of_source(source)[0]), Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else short(str(path))
+
+
+_LEFT_OUT = {
+    *("command_line", "complete", "flat", "renamed", "arrangements", "platform", "cxx_compiler", "num_cpus"),
+    "cpu_flags",
+}
+"""What says how a run was started, or how it was read, rather than with what it computed."""
+
+
+def differences(environment: Mapping[str, Any]) -> list[str]:
+    """Return "torch 2.11.0 and 2.13.0" of all that both sides know and that is not the same; variables always.
+
+    Args:
+        environment: "baseline" and "candidate", as in a comparison.
+    """
+    return [
+        f"{name} {_short(ours)} and {_short(theirs)}"
+        for name, ours, theirs in _apart(environment.get("baseline") or {}, environment.get("candidate") or {})
+    ]
+
+
+def _apart(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], *, sparse: bool = False
+) -> Iterator[tuple[str, Any, Any]]:
+    for name in dict.fromkeys([*ours, *theirs]):
+        one, other = ours.get(name), theirs.get(name)
+        if name in _LEFT_OUT or one == other:
+            continue
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            yield from _apart(one, other, sparse=name == "variables")
+        elif sparse or (one is not None and other is not None):
+            yield name, one, other
+
+
+def _short(value: Any) -> str:
+    return "unset" if value is None else str(value)[:60]

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, cast
 from glassengine.errors import CorruptError, UsageError
 from glassengine.reading.documents import StreamedDocument, converted, refuse_newer
 from glassengine.reading.files import open_regular, shown
-from glassengine.results.artifacts import ArtifactComparison
+from glassengine.results.backends import ArtifactComparison
 from glassengine.results.comparison import SCHEMA_VERSION, Comparison, Comparisons, SeriesComparison
 from glassengine.results.engines import SideBySide
 from glassengine.results.pairs import Pair
-from glassengine.results.replay import Replayed
+from glassengine.results.recorded import Replayed
 
 _MOST_BYTES = 1 << 30
 """Of a document whose pairs are held all at once."""
@@ -67,7 +67,7 @@ def read_result(path: str | Path, takers: Takers) -> list[Stored]:
         CorruptError: It is damaged, or was written by a newer version.
     """
     with open_regular(path) as file:
-        document = StreamedDocument(cast(Any, file), path, what=_WHAT)
+        document = StreamedDocument(cast("Any", file), path, what=_WHAT)
         head, found = _members(document, path, takers, 0)
         document.end()
     if found:

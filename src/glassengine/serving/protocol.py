@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from glassengine.errors import UsageError
 from glassengine.extensions import SERVING, plugin, registered, remedy
-from glassengine.program.onnx.stored.file import is_onnx, read_onnx
-from glassengine.program.onnx.stored.options import SessionSettings
+from glassengine.program.onnx.file import is_onnx, read_onnx
+from glassengine.program.onnx.session import SessionSettings
 from glassengine.recording.read.source import TensorSource
 from glassengine.results import Kind
 
@@ -169,8 +169,8 @@ class ServedTogether(Served, Protocol):
 _BUILT_IN = {
     "gguf": ("serving.ggml.candidate", "open_gguf"),
     "genai": ("serving.onnx.candidate", "open_genai"),
-    "executorch": ("serving.executorch.candidate", "open_executorch"),
-    "openvino": ("serving.openvino.candidate", "open_openvino"),
+    "executorch": ("serving.executorch", "open_executorch"),
+    "openvino": ("serving.openvino", "open_openvino"),
     "vllm": ("serving.vllm.candidate", "open_vllm"),
 }
 """Kind -> module of the plugin, and the function in it that opens such an engine."""

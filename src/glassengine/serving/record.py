@@ -19,7 +19,7 @@ from glassengine.serving.protocol import (
     ServingRun,
     open_served,
 )
-from glassengine.writing.files import remove_tree
+from glassengine.writing import remove_tree
 
 
 def record_served(

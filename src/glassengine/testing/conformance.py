@@ -32,7 +32,7 @@ from glassengine.ops.traits import named
 from glassengine.program.kinds.image_text import IMAGE_TOKEN, INDEX
 from glassengine.program.representation.outputs import DerivedValues, add_outputs, plan_outputs
 from glassengine.program.representation.program import Program
-from glassengine.results.conformance import ConformanceReport, Finding
+from glassengine.results.backends import ConformanceReport, Finding
 from glassengine.sites import Site
 
 TOLERANCES = {"float64": 1e-12, "float32": 5e-5, "float16": 1e-2, "bfloat16": 1e-1}

@@ -11,7 +11,7 @@ import torch
 import glassengine as glass
 from glassengine.cli.main import main
 from glassengine.errors import UsageError
-from glassengine.executable.profile.server import request_profile
+from glassengine.executable.profile_server import request_profile
 from glassengine.executable.snapshot import snapshots
 from glassengine.testing import models
 

@@ -9,7 +9,7 @@ import pytest
 
 import glassengine as glass
 from glassengine.cli import main as cli
-from glassengine.executable.metrics.report import parse_metrics
+from glassengine.executable.counters import parse_metrics
 from glassengine.results.metrics import MetricsReport
 
 PROMPT = ("--input-text", "Hey, are you conscious?", "--max-new-tokens", "4")

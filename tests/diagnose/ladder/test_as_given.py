@@ -15,7 +15,7 @@ import torch
 import glassengine as glass
 from glassengine.cli.main import main
 from glassengine.errors import UsageError
-from glassengine.program.onnx.stored import session
+from glassengine.program.onnx import session
 
 DRAW = np.random.default_rng(0).standard_normal
 WEIGHTS = {name: DRAW(shape).astype(np.float32) for name, shape in {"w": (8, 8), "v": (8, 4)}.items()}

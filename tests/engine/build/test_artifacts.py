@@ -25,9 +25,9 @@ from glassengine.capture.observers.interpreter import run_program
 from glassengine.engine import Engine
 from glassengine.engine.build import artifacts
 from glassengine.errors import BackendError, CorruptError, UsageError
-from glassengine.program.listing.artifacts import read_manifest
+from glassengine.program.representation.artifacts import read_manifest
 from glassengine.program.representation.outputs import add_outputs
-from glassengine.writing.files import held
+from glassengine.writing import held
 from tests import children
 from tests.engine.conftest import INPUTS, MLP
 

@@ -12,7 +12,7 @@ import torch
 
 import glassengine as glass
 from glassengine.cli.main import main
-from glassengine.engine.store.manifest import FILE
+from glassengine.engine.manifest import FILE
 from glassengine.errors import CorruptError, UsageError
 from glassengine.testing.architectures import save_family
 

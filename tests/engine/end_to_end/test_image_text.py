@@ -14,7 +14,7 @@ import glassengine as glass
 from glassengine.cli.main import main
 from glassengine.diagnose import check
 from glassengine.engine import Engine
-from glassengine.engine.run.encoder_inputs import load_processor
+from glassengine.engine.run.forward import load_processor
 from glassengine.errors import UsageError
 from glassengine.program.kinds import image_text
 from glassengine.testing import models

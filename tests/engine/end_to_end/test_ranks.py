@@ -13,11 +13,10 @@ import pytest
 import torch
 
 import glassengine as glass
-from glassengine.engine.ranks.children import Children
-from glassengine.engine.ranks.member import part_of
-from glassengine.engine.run.load import ParallelEngine
-from glassengine.engine.store import files
-from glassengine.engine.store.manifest import read_manifest
+from glassengine.engine import files
+from glassengine.engine.manifest import read_manifest
+from glassengine.engine.run.load import Children, ParallelEngine
+from glassengine.engine.run.member import part_of
 from glassengine.errors import BackendError, UsageError
 from glassengine.testing import models
 from tests import children

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 import glassengine as glass
 from glassengine.compare.compare import compare
-from glassengine.engine.build import ranks
+from glassengine.engine.build import write
 from glassengine.errors import BackendError
 from glassengine.program.parallel.placements import TENSOR_GROUP, Local
 from glassengine.program.parallel.rewrite import Layout, _Writer, program_of
@@ -76,7 +76,7 @@ def test_the_shard_of_another_rank_is_named(sides: Path, monkeypatch: pytest.Mon
             part.exported.state_dict[name] = program_of(program, layout, 0).exported.state_dict[name]
         return part
 
-    monkeypatch.setattr(ranks, "program_of", planted)
+    monkeypatch.setattr(write, "program_of", planted)
     recorded = run(sides, made(sides, "shard", tensor_parallel=2), "shard-run", 1)
     named(sides, recorded, "model.layers.1.mlp.up_proj", 1)
 

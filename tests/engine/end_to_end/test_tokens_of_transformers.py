@@ -16,7 +16,7 @@ import torch
 import glassengine as glass
 from glassengine.backends.inductor import backend as inductor
 from glassengine.engine import Engine
-from glassengine.engine.prompts.prompts import pad_left
+from glassengine.engine.prompts import pad_left
 from glassengine.testing import models
 
 NEW = 64

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from glassengine.engine import Engine, build_program
-from glassengine.engine.prompts.prompts import pad_left
+from glassengine.engine.prompts import pad_left
 from glassengine.engine.session import session as session_module
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.program import Program

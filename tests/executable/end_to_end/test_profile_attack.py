@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import glassengine as glass
-from glassengine.executable.profile.server import KEY_FILE, MAX_CLIENTS
+from glassengine.executable.profile_server import KEY_FILE, MAX_CLIENTS
 from glassengine.reading.files import user_key
 from tests import children
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from glassengine.errors import BackendError, UsageError
-from glassengine.executable.metrics.compilation import compilations
+from glassengine.executable.compilation import compilations
 from glassengine.executable.run.executable import Executable, compile_executable, load_executable
 
 X = {"x": torch.ones(2, 3)}

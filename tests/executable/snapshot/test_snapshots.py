@@ -14,7 +14,7 @@ import torch
 
 import glassengine as glass
 from glassengine.environment import SnapshotRequest, snapshot_request
-from glassengine.executable.graph.execution import Execution, observers
+from glassengine.executable.graph import Execution, observers
 from glassengine.executable.run.executable import Executable
 from glassengine.executable.snapshot import snapshots as snapshot_environment
 from glassengine.executable.snapshot.snapshots import policy_of, warn_without_executions

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from glassengine.diagnose import check
 from glassengine.judge.graphs.by_name import by_value, difference, in_order, pair_sites
 from glassengine.program import Program, export_program, load_model
-from glassengine.program.onnx.operators.function import OnnxFunction
+from glassengine.program.onnx.function import OnnxFunction
 
 
 class Sums(nn.Module):

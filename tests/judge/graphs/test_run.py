@@ -6,7 +6,7 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from glassengine.executable.graph.graph import CapturedGraph, input_spec
+from glassengine.executable.graph import CapturedGraph, input_spec
 from glassengine.judge.graphs.run import of_contiguous, program_of
 
 

@@ -73,7 +73,7 @@ def hints(result: Comparison) -> list[str]:
 def test_ops_that_the_candidate_lacks_are_named(inputs: str) -> None:
     """What is made of the scores follows from the masked ones too: these are no counterpart of the capped ones."""
     result = judged(Scores(capped), Scores(as_it_is), inputs)
-    assert result.first_divergence is not None and result.first_divergence.site == "./mul.1"
+    assert result.first_divergence is not None and result.first_divergence.site == "./tanh.0"
     assert result.first_divergence.candidate_site == "./mul.0"
     assert hints(result)[0] == "tanh is missing"
     assert {pair.verdict for pair in result.pairs if pair.site == "./softmax.0" and not pair.inherited} <= {"rounding"}

@@ -13,9 +13,9 @@ from glassengine.capture.observers.interpreter import run_program
 from glassengine.judge.cases import module_cases
 from glassengine.judge.replay.replay import Replay
 from glassengine.numerics.exemptions import UNWRITTEN
+from glassengine.numerics.float64 import ACCUMULATIONS
 from glassengine.numerics.judgement import Judgement
-from glassengine.numerics.known import KnownValues
-from glassengine.numerics.ops import ACCUMULATIONS
+from glassengine.numerics.kinds import KnownValues
 from glassengine.program import export_program, load_model
 from glassengine.program.export.export import export_module
 from glassengine.program.representation.naming import is_tensor_node, op_name

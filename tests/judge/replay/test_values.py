@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from glassengine.judge.replay.values import Values
-from glassengine.numerics.ops import FLOAT32_SUMS
-from glassengine.numerics.quantization.activations import READERS
+from glassengine.numerics.activations import READERS
+from glassengine.numerics.float64 import FLOAT32_SUMS
 from glassengine.program.export.export import export_module
 from glassengine.testing import models
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import glassengine as glass
-from glassengine.numerics.metrics.drift import DriftSums, by_growth, shared
+from glassengine.numerics.drift import DriftSums, by_growth, shared
 from glassengine.report.terminal_check import check
 from glassengine.results import Comparison
 from glassengine.testing import models

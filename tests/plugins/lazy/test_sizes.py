@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import glassengine as glass
 from glassengine.errors import UsageError
-from glassengine.executable.metrics.compilation import compilations
+from glassengine.executable.compilation import compilations
 from glassengine.plugins.lazy.sizes import fitted
 from glassengine.plugins.lazy.symbols import Size, SizeSample
 from glassengine.testing import models

@@ -15,10 +15,9 @@ import torch
 from glassengine.capture.observers.interpreter import run_program
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.program import load_model, sites
-from glassengine.program.loading.onnx import onnx_model, onnx_program
-from glassengine.program.onnx.operators.fallback import OneNode
-from glassengine.program.onnx.operators.function import OnnxFunction
-from glassengine.program.onnx.stored.file import OnnxFile
+from glassengine.program.loading.stored import onnx_model, onnx_program
+from glassengine.program.onnx.file import OnnxFile
+from glassengine.program.onnx.function import OneNode, OnnxFunction
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.stored import load_program, save_program
 from glassengine.testing.onnx_models import onnx_control_flow, onnx_mlp

@@ -21,8 +21,15 @@ import glassengine as glass
 from glassengine.backends.protocol.backend import LARGEST, Layer, Network, NetworkTensor
 from glassengine.cli.main import main
 from glassengine.errors import BackendError, CorruptError
-from glassengine.plugins.tensorrt_rtx.backend import PLAN_FILE, UNBOUNDED, TensorRtRtxBackend, shape_ranges
-from glassengine.plugins.tensorrt_rtx.network import NETWORK_FILE, read_listing, write_listing
+from glassengine.plugins.tensorrt_rtx.backend import (
+    NETWORK_FILE,
+    PLAN_FILE,
+    UNBOUNDED,
+    TensorRtRtxBackend,
+    read_listing,
+    shape_ranges,
+    write_listing,
+)
 from glassengine.program.export.export import export_module
 from glassengine.program.representation.program import Port, Program
 

@@ -37,7 +37,7 @@ CODE = """
             whole = value.double().clamp(-1e30, 1e30)
             weights = torch.arange(1, whole.numel() + 1, dtype=torch.float64).reciprocal().reshape(whole.shape)
             table[site.name] = [list(value.shape), str(value.dtype), float((whole * weights).sum()), site.fingerprint]
-    from glassengine.executable.graph.graph import CapturedGraph, input_spec
+    from glassengine.executable.graph import CapturedGraph, input_spec
     x = torch.ones(2, 3)
     held = {name: torch.tensor([float(len(name))]) for name in {"a", "bb", "ccc"}}
     function = lambda x: torch.softmax(x * held["bb"], -1, dtype=torch.float64)

@@ -16,7 +16,7 @@ from torch import Tensor
 from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.program import load_model
 from glassengine.program.loading.quantized import is_quantized, quantization_steps
-from glassengine.program.quantized.grid import unpack
+from glassengine.program.loading.quantized_grid import unpack
 from glassengine.testing import models
 from glassengine.testing.quantized import gptq_tensors, round_to_nearest, save_quantized
 

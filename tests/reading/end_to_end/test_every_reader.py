@@ -18,20 +18,20 @@ import torch
 from glassengine.backends.onnx import backend as onnx_backend
 from glassengine.backends.protocol.io import read_io
 from glassengine.compare.matching.maps import load_map
-from glassengine.engine.prompts.prompts import read_chat, read_input_ids, read_prompt_file
-from glassengine.engine.run.sampling import _from_file
-from glassengine.engine.store.files import load_weights
-from glassengine.engine.store.manifest import read_manifest
-from glassengine.engine.store.requests import read_requests
+from glassengine.engine.build.requests import read_requests
+from glassengine.engine.files import load_weights
+from glassengine.engine.manifest import read_manifest
+from glassengine.engine.prompts import read_chat, read_input_ids, read_prompt_file
+from glassengine.engine.run.generate import _from_file
 from glassengine.errors import CorruptError, GlassError, UsageError
-from glassengine.executable.metrics.report import read_metrics
-from glassengine.executable.profile.trace import read_profiles
-from glassengine.plugins.tensorrt_rtx.network import read_listing as read_network
+from glassengine.executable.counters import read_metrics
+from glassengine.executable.profile_trace import read_profiles
+from glassengine.plugins.tensorrt_rtx.backend import read_listing as read_network
 from glassengine.program import load_inputs
-from glassengine.program.listing import artifacts
-from glassengine.program.listing.listing import read_listing
 from glassengine.program.loading.adapters import read_adapter
 from glassengine.program.loading.checkpoint_files import read_tensors, weight_files
+from glassengine.program.representation import artifacts
+from glassengine.program.representation.listing import read_listing
 from glassengine.program.representation.stored import load_graph, load_names
 from glassengine.reading.tensors import MAX_UNFOLDED_BYTES, check_unfolded, read_torch
 from glassengine.results.stored import read_result

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import glassengine as glass
-from glassengine.compare.series.series import compare_series
+from glassengine.compare.series import compare_series
 from glassengine.report.page.write import write_report
 from tests.report.browser import Tab, chromium
 from tests.report.made_results import HOSTILE, TEXTS, comparison, hostile, layered, pair

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from glassengine.compare.series.series import compare_series
+from glassengine.compare.series import compare_series
 from glassengine.errors import UsageError
 from glassengine.recording.series import MEASURED, NONFINITE, SeriesLog
 from glassengine.report.page.write import write_report
@@ -23,7 +23,7 @@ from glassengine.results import (
     StepDifference,
     TokenDifference,
 )
-from glassengine.results.artifacts import Change, Difference
+from glassengine.results.backends import Change, Difference
 from tests.report.made_results import figures
 
 NAME = "<img src=x onerror=alert(1)>"

@@ -20,10 +20,9 @@ import torch
 
 from glassengine.backends.protocol.backend import Layer, Network, NetworkTensor
 from glassengine.errors import CorruptError
-from glassengine.program.onnx.stored.declared import check_settings, check_texts
-from glassengine.program.onnx.stored.file import MAX_BYTES
-from glassengine.program.onnx.stored.session import start
-from glassengine.program.onnx.stored.tensors import check_tensors
+from glassengine.program.onnx.file import MAX_BYTES
+from glassengine.program.onnx.session import start
+from glassengine.program.onnx.tensors import check_settings, check_tensors, check_texts
 from glassengine.program.representation.program import Program
 from glassengine.reading.documents import damaged
 from glassengine.reading.files import open_regular, read_bytes

@@ -10,11 +10,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from glassengine.executable.cache.cache import CompilerCache
+from glassengine.executable.cache import CompilerCache
 from glassengine.numerics.noise import WideOperands
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
-from glassengine.program.listing.listing import list_nodes, stage_of
+from glassengine.program.representation.listing import list_nodes, stage_of
 from glassengine.program.representation.program import Program
 
 logger = logging.getLogger("glassengine")

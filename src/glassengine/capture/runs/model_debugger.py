@@ -26,7 +26,7 @@ from glassengine.errors import GlassError, UsageError
 from glassengine.recording.formats.debug_tree_writer import TreeWriter
 from glassengine.recording.read.reader import Recording
 from glassengine.sites import port_site
-from glassengine.writing.files import local, put_away
+from glassengine.writing import local, put_away
 
 _log = logging.getLogger(__name__)
 

@@ -14,9 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from glassengine.compare.matching.padding import CACHES
 from glassengine.compare.matching.phases import is_of_activation, is_of_parameter
-from glassengine.compare.matching.source_wrapper import Remark, SourceWrapper
+from glassengine.compare.matching.source_wrapper import CACHES, Remark, SourceWrapper
 from glassengine.compare.ranks.assembly import (
     COPIES,
     HOW,

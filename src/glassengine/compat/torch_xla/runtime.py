@@ -10,7 +10,7 @@ import torch
 from glassengine import environment
 from glassengine.compat.torch_xla.refusals import refusing, require_default
 from glassengine.errors import UsageError
-from glassengine.writing.files import local
+from glassengine.writing import local
 
 _ONE_DEVICE = "each process has one lazy device, and a tensor is on it as a whole"
 

@@ -10,7 +10,7 @@ import torch
 
 from glassengine.compat.torch_xla.runtime import local_ordinal
 from glassengine.errors import UsageError
-from glassengine.executable.metrics.steps import mark_step
+from glassengine.executable.steps import mark_step
 from glassengine.plugins.lazy.running import run_pending
 from glassengine.plugins.lazy.settings import forbid_reading, num_compiled, settings
 from glassengine.plugins.lazy.surface import device as lazy_device

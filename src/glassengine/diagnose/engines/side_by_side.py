@@ -19,19 +19,19 @@ from typing import Any
 import torch
 
 from glassengine import environment
-from glassengine.engine.prompts.prompts import as_rows, pad_left, read_input_ids
-from glassengine.engine.prompts.tokenizing import encode
+from glassengine.engine.files import MAIN, WEIGHTS
+from glassengine.engine.manifest import FILE
+from glassengine.engine.prompts import as_rows, pad_left, read_input_ids
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import load
-from glassengine.engine.store.files import MAIN, WEIGHTS
-from glassengine.engine.store.manifest import FILE
+from glassengine.engine.tokenizing import encode
 from glassengine.errors import GlassError, IncomparableError, UsageError
 from glassengine.judge.cases import Case, StepInputs, empty_caches
 from glassengine.judge.exclusions.masked import valid_mask
 from glassengine.judge.replay.reference import ReferenceRun
 from glassengine.numerics.judgement import WRONG
-from glassengine.numerics.metrics.measure import measure
-from glassengine.numerics.metrics.tolerance import tolerance
+from glassengine.numerics.measure import measure
+from glassengine.numerics.tolerance import tolerance
 from glassengine.program.representation.program import Program
 from glassengine.results.engines import AGREEMENTS, Agreement, EngineColumn, SideBySide, StepDifference, TokenDifference
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.judging import judge
 from glassengine.judge.verdict.score import Score
-from glassengine.numerics.ops import ACCUMULATIONS, FLOAT32_SUMS, Accumulation
+from glassengine.numerics.float64 import ACCUMULATIONS, FLOAT32_SUMS, Accumulation
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.program import Program
 from glassengine.progress import Progress, Work

@@ -20,11 +20,10 @@ from glassengine.diagnose.ladder.climb import Climb
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.judge.end_to_end import results_of
 from glassengine.judge.sides.arguments import CACHE, Arguments
-from glassengine.numerics.counted import same_where
-from glassengine.numerics.metrics.drift import decibels, loss_of
+from glassengine.numerics.drift import decibels, loss_of
+from glassengine.numerics.mask_values import same_where
 from glassengine.program import LoadedModel
-from glassengine.program.onnx.stored.options import SessionSettings
-from glassengine.program.onnx.stored.session import OnnxModel
+from glassengine.program.onnx.session import OnnxModel, SessionSettings
 from glassengine.program.representation.signature import named_results
 from glassengine.program.user_code.forward import RandomDraws, all_in_training, describe_training, influential_modes
 from glassengine.program.user_code.module_state import applied_state, own_copies

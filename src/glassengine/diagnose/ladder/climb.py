@@ -19,8 +19,8 @@ from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.program import SourceSide
 from glassengine.judge.sides.protocol import Place, Side
 from glassengine.judge.verdict.score import Score
+from glassengine.numerics.float64 import FLOAT32_SUMS, Accumulation
 from glassengine.numerics.kernels import UNMEASURED, Kernels
-from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.program import LoadedModel, Program
 from glassengine.program.representation.outputs import From, OutputPlan, plan_outputs
 from glassengine.results import Skipped, WeightsComparison

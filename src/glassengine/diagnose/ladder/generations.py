@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from glassengine.diagnose.ladder.climb import Climb, begun
 from glassengine.diagnose.ladder.levels import start
-from glassengine.engine.prompts.prompts import pad_left
+from glassengine.engine.prompts import pad_left
 from glassengine.errors import UsageError
 from glassengine.judge.cases import Case, Inputs, StepInputs, beside_tokens, causal_cases
 from glassengine.judge.end_to_end import merged

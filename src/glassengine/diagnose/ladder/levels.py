@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from glassengine.backends import registry
-from glassengine.backends.accuracy.calibration import kernels_of
+from glassengine.backends.calibration import kernels_of
 from glassengine.diagnose.ladder.climb import (
     Climb,
     engine_nodes,
@@ -24,13 +24,12 @@ from glassengine.diagnose.ladder.climb import (
 )
 from glassengine.diagnose.ladder.op_by_op import op_by_op
 from glassengine.diagnose.ladder.step_by_step import require_no_memory
-from glassengine.engine.build.beside import compiled_beside
-from glassengine.engine.build.build import build_program
+from glassengine.engine import files
+from glassengine.engine.build.build import build_program, compiled_beside
 from glassengine.engine.build.write import Made
-from glassengine.engine.ranks.member import mesh_of, part_of
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import ParallelEngine
-from glassengine.engine.store import files
+from glassengine.engine.run.member import mesh_of, part_of
 from glassengine.errors import GlassError, IncomparableError, UsageError
 from glassengine.judge.cases import Case, Inputs, causal_cases, module_cases
 from glassengine.judge.graphs.by_name import SitePair

@@ -22,7 +22,7 @@ from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.program import ProgramSide
 from glassengine.judge.sides.protocol import Guarantee, Place
 from glassengine.judge.verdict.score import Score
-from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
+from glassengine.numerics.float64 import FLOAT32_SUMS, Accumulation
 from glassengine.program.representation.naming import of_any_layout, op_name
 from glassengine.program.representation.program import Program
 from glassengine.results import FLAGGED, Hint, worst

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from glassengine.backends.accuracy.calibration import kernels_of
+from glassengine.backends.calibration import kernels_of
 from glassengine.diagnose.ladder.climb import Climb, nodes, skip_unpaired
 from glassengine.diagnose.ladder.levels import replay_of, start
 from glassengine.diagnose.ladder.step_by_step import StepStage, program_of, specialized

@@ -7,8 +7,8 @@ from typing import Any
 
 from glassengine.program import LoadedModel
 from glassengine.program.loading.quantized import is_quantized
-from glassengine.program.onnx.stored.grids import is_quantized_graph
-from glassengine.program.quantized.modules import QuantizedModule, quantized_module
+from glassengine.program.loading.quantized_grid import QuantizedModule, quantized_module
+from glassengine.program.onnx.grids import is_quantized_graph
 
 
 def is_quantized_candidate(baseline: Any, candidate: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from glassengine.backends.accuracy.calibration import of_any_runtime
+from glassengine.backends.calibration import of_any_runtime
 from glassengine.compare.matching.maps import TensorMap
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.judging import judge, severity_counter

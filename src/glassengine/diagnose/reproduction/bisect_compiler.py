@@ -24,14 +24,14 @@ import torch
 from glassengine import starting
 from glassengine.backends.protocol.backend import Backend
 from glassengine.errors import GlassError, UsageError
-from glassengine.executable.graph.graph import CapturedGraph, InputSpec, input_spec
+from glassengine.executable.graph import CapturedGraph, InputSpec, input_spec
 from glassengine.judge.graphs.cut import NodeRecorder, Piece, clone, piece_of, smallest_failing
 from glassengine.judge.graphs.flat import module_path
 from glassengine.judge.graphs.run import compile_run
 from glassengine.judge.replay.expected import expected_of, judged
 from glassengine.program.representation.naming import source_line
 from glassengine.progress import Progress, Work
-from glassengine.results.replay import Bisection, Failure, MinimalOp
+from glassengine.results.recorded import Bisection, Failure, MinimalOp
 
 logger = logging.getLogger("glassengine")
 
@@ -207,8 +207,7 @@ def _part_of_compiler(piece: Piece) -> str | None:
 
 def compiler_settings() -> dict[str, Any]:
     """Return the settings of Inductor that are not its defaults, and those of the compiler flags; plain values only."""
-    from glassengine.backends.inductor.cache import InductorCache
-    from glassengine.backends.inductor.settings import read_flags
+    from glassengine.backends.inductor.settings import InductorCache, read_flags
 
     values = torch._inductor.config.get_config_copy() | read_flags().settings
     changed = InductorCache().parts()["options"].keys() | read_flags().settings.keys()

@@ -44,7 +44,7 @@ from glassengine.errors import UsageError
 from glassengine.judge.graphs.cut import Piece
 from glassengine.program.representation.program import Program
 from glassengine.stores.places import RemotePath, delivered
-from glassengine.writing.files import ASIDE, aside, put_away
+from glassengine.writing import ASIDE, aside, put_away
 
 SCHEMA_VERSION = 1
 TEST = "test_repro.py"

@@ -23,8 +23,8 @@ from glassengine.diagnose.reproduction.template import comment
 from glassengine.environment import versions
 from glassengine.errors import UsageError
 from glassengine.judge.graphs.cut import Piece
-from glassengine.program.onnx.stored.file import free_names
-from glassengine.program.onnx.stored.types import ELEMENT_TYPES
+from glassengine.program.onnx.file import free_names
+from glassengine.program.onnx.translated import ELEMENT_TYPES
 from glassengine.program.representation.program import Program
 
 if TYPE_CHECKING:

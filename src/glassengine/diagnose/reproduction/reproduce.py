@@ -29,7 +29,7 @@ from glassengine.program.kinds.causal_lm import USER_MODULE
 from glassengine.program.representation.naming import source_line
 from glassengine.program.representation.program import Program
 from glassengine.results import Divergence, Findings
-from glassengine.results.replay import Bisection
+from glassengine.results.recorded import Bisection
 
 logger = logging.getLogger("glassengine")
 
@@ -242,6 +242,6 @@ def _about(divergence: Divergence) -> dict[str, Any]:
         "level": divergence.level,
         "step": divergence.step,
         "verdict": divergence.verdict,
-        "hint": "; ".join(hint.text for hint in divergence.hints) or None,
+        "hint": "; ".join(hint.in_words() for hint in divergence.hints) or None,
     }
     return {label: value for label, value in facts.items() if value is not None}

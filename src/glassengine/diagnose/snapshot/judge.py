@@ -17,9 +17,9 @@ import torch
 from torch.fx import GraphModule
 
 from glassengine import environment
-from glassengine.backends.accuracy.calibration import kernels_of
+from glassengine.backends.calibration import kernels_of
 from glassengine.backends.protocol.backend import Backend, CompilingGraphs
-from glassengine.executable.graph.graph import CapturedGraph, input_spec
+from glassengine.executable.graph import CapturedGraph, input_spec
 from glassengine.executable.snapshot.reader import Snapshot
 from glassengine.judge.cases import Case, Given, StepInputs, module_cases
 from glassengine.judge.graphs.cut import NodeRecorder, clone
@@ -30,7 +30,7 @@ from glassengine.judge.sides.protocol import Guarantee, Observed, Place, Side
 from glassengine.judge.verdict.conclude import findings_of
 from glassengine.judge.verdict.run import run_cases
 from glassengine.judge.verdict.score import Score
-from glassengine.numerics.ops import Accumulation
+from glassengine.numerics.float64 import Accumulation
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program, copied_graph

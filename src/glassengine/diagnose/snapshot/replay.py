@@ -25,7 +25,7 @@ from glassengine.diagnose.reproduction.files import require_free
 from glassengine.diagnose.reproduction.reproduce import reproduce_bisection
 from glassengine.diagnose.snapshot.judge import judge_snapshot
 from glassengine.errors import BackendError, CorruptError, UsageError, first_line
-from glassengine.executable.graph.graph import CapturedGraph, InputSpec
+from glassengine.executable.graph import CapturedGraph, InputSpec
 from glassengine.executable.snapshot.keeper import set_rng_states
 from glassengine.executable.snapshot.nonfinite import find_origin, kinds_of
 from glassengine.executable.snapshot.reader import Snapshot
@@ -34,7 +34,7 @@ from glassengine.judge.graphs.run import GraphRun, compile_run, without_numbers
 from glassengine.program.representation.program import OnnxGraph
 from glassengine.progress import Progress, Work, silent
 from glassengine.recording.layout.values import bytes_of
-from glassengine.results.replay import Replayed, ReplayedOutput
+from glassengine.results.recorded import Replayed, ReplayedOutput
 from glassengine.stores.places import place
 
 logger = logging.getLogger("glassengine")

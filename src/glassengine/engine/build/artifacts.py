@@ -26,9 +26,10 @@ from typing import Any
 
 from glassengine import environment
 from glassengine.backends.protocol.backend import Backend, describe_network, effective_options, program_network
-from glassengine.engine.store.files import hash_file
+from glassengine.engine.files import hash_file
 from glassengine.errors import UsageError
-from glassengine.program.listing.artifacts import (
+from glassengine.program.onnx.function import OnnxVerifier
+from glassengine.program.representation.artifacts import (
     FORMAT,
     MANIFEST,
     SCHEMA_VERSION,
@@ -36,14 +37,13 @@ from glassengine.program.listing.artifacts import (
     diff_text,
     read_manifest,
 )
-from glassengine.program.listing.listing import NodeLine, Stage, graph_json, graph_text, list_nodes
-from glassengine.program.listing.python_source import module_source
-from glassengine.program.onnx.operators.function import OnnxVerifier
+from glassengine.program.representation.listing import NodeLine, Stage, graph_json, graph_text, list_nodes
 from glassengine.program.representation.program import Program
+from glassengine.program.representation.python_source import module_source
 from glassengine.reading.files import printable
 from glassengine.report.build_artifacts import index_page, network_text, plugin_text
 from glassengine.stores.places import delivered, place
-from glassengine.writing.files import aside, held, put_away, remove_tree
+from glassengine.writing import aside, held, put_away, remove_tree
 
 _STAGE_FOLDER = re.compile(r"\.?\d\d-[\w.-]+")
 

@@ -2,6 +2,10 @@
 
 Nothing is compiled before every name and size in the request has been checked, and nothing is left behind when a build
 does not end well.
+
+Compiles a program in another process, while this one compiles the same program with debug outputs.
+
+A compiler that takes longer than a process to start uses one processor: two of them take half the time.
 """
 
 from __future__ import annotations
@@ -13,44 +17,58 @@ import logging
 import re
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
 
+import torch
 from torch import nn
 
 from glassengine import environment
 from glassengine.backends.protocol.backend import TakingModels
-from glassengine.backends.registry import choose_backend, choose_device
+from glassengine.backends.registry import choose_backend, choose_device, find_backend
+from glassengine.engine import files
 from glassengine.engine.build.artifacts import ArtifactWriter
-from glassengine.engine.build.checks import (
+from glassengine.engine.build.plan import BuildPlan, BuildSettings, plan_build
+from glassengine.engine.build.requests import (
     DEFAULT_MAX_SEQ_LEN,
     check_dtype,
     check_sizes,
     check_written,
     require_agreement,
 )
-from glassengine.engine.build.plan import BuildPlan, BuildSettings, plan_build
-from glassengine.engine.build.ranks import check_mesh, mesh_for, write_ranks
-from glassengine.engine.build.write import NOTHING, Made, about_build, write_engine
+from glassengine.engine.build.write import (
+    NOTHING,
+    Made,
+    about_build,
+    check_mesh,
+    for_compiler,
+    mesh_for,
+    write_engine,
+    write_ranks,
+)
+from glassengine.engine.recorded_model import directory_to_record
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import load
-from glassengine.engine.store import files
-from glassengine.engine.store.recorded_model import directory_to_record
 from glassengine.errors import UsageError
 from glassengine.program import LoadedModel, Program, export_programs, load_inputs, load_model, made_up_inputs
 from glassengine.program.generation import PLAIN
 from glassengine.program.inputs.user_inputs import in_order
 from glassengine.program.kinds.causal_lm import is_pretrained
 from glassengine.program.kinds.image_text import WITHOUT_IMAGES
-from glassengine.program.onnx.stored.file import is_onnx
+from glassengine.program.onnx.file import is_onnx
 from glassengine.program.parallel.placements import Mesh
 from glassengine.program.representation.signature import named_inputs
+from glassengine.program.representation.stored import load_program, save_program
 from glassengine.program.user_code.forward import forward_parameters
 from glassengine.progress import Progress, Work, silent
 from glassengine.sites import patterns_of
 from glassengine.stores.places import RemotePath, place
-from glassengine.writing.files import remove_tree
+from glassengine.workers import Died
+from glassengine.workers.processes import Processes
+from glassengine.writing import remove_tree
 
 logger = logging.getLogger("glassengine")
 
@@ -371,3 +389,59 @@ def _build(
     if isinstance(target, RemotePath):
         return load(target, trust=True)
     return files.load_unless_replaced(target, number, lambda: load(target, trust=True))
+
+
+_MOST_BYTES = 1 << 28
+"""Of weights: another process has copies of its own, several while it compiles."""
+
+
+@contextmanager
+def compiled_beside(program: Program, backend: str | None, **sizes: Any) -> Iterator[Callable[[Path], None] | None]:
+    """Begin to compile a program without debug outputs; yield what puts the executable into an empty directory.
+
+    None where this would gain nothing, or where this process is not a command alone: what else it has changed in the
+    compiler is not known.
+
+    Args:
+        program: With weights.
+        backend: As in `build`.
+        sizes: As in `build_program`.
+
+    Raises:
+        BackendError: As `build`.
+    """
+    chosen, _ = choose_backend(backend, for_onnx=program.onnx is not None)
+    is_worth = chosen.capabilities.compiles_slowly and environment.num_cpus() > 1 and environment.owns_process()
+    if not is_worth or sum(weight.nbytes for weight in program.weights().values()) > _MOST_BYTES:
+        yield None
+        return
+    settings = settings_of(program, backend, **sizes)
+    with tempfile.TemporaryDirectory(prefix="glassengine-beside-") as folder:
+        directory = Path(folder)
+        save_program(for_compiler(program, settings), directory)
+        tensors = {**program.exported.state_dict, **program.exported.constants}
+        weights = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+        files.save_weights(weights, directory / files.WEIGHTS)
+        request = (folder, chosen.name, torch.get_num_threads(), torch.get_float32_matmul_precision())
+        with ThreadPoolExecutor(1) as thread, closing(Processes(compile_stored, 1)) as workers:
+            begun = thread.submit(lambda: next(workers.run([request], attempts=1)))
+
+            def put(path: Path) -> None:
+                if isinstance(begun.result(), Died):  # of too little memory, say
+                    chosen.build(for_compiler(program, settings), path)
+                    return
+                path.rmdir()
+                (directory / files.MAIN).rename(path)
+
+            yield put
+
+
+def compile_stored(request: tuple[str, str, int, str]) -> None:
+    """Compile a program that `compiled_beside` has stored; in the other process."""
+    folder, backend, num_threads, precision = request
+    torch.set_num_threads(num_threads)
+    torch.set_float32_matmul_precision(precision)
+    directory = Path(folder)
+    program = load_program(directory, files.load_weights(directory / files.WEIGHTS))
+    (directory / files.MAIN).mkdir()
+    find_backend(backend).build(program, directory / files.MAIN)

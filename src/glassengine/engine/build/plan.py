@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from glassengine.backends.registry import choose_backend
-from glassengine.engine.store.manifest import AddedOutput
-from glassengine.engine.store.requests import OutputRequest, find_sites, read_requests, requests_from_environment
+from glassengine.engine.build.requests import OutputRequest, find_sites, read_requests, requests_from_environment
+from glassengine.engine.manifest import AddedOutput
 from glassengine.errors import UsageError
 from glassengine.program.representation.outputs import OutputPlan, plan_outputs
 from glassengine.program.representation.program import Program

@@ -14,20 +14,26 @@ import torch
 from glassengine import asked, spans
 from glassengine.backends.protocol.backend import NamingKernels
 from glassengine.backends.registry import find_backend
-from glassengine.engine.prompts.prompts import Chat, Images, Request, TokenIds
-from glassengine.engine.prompts.tokenizing import TextCallback
+from glassengine.engine import files
+from glassengine.engine.files import check_files
+from glassengine.engine.manifest import (
+    Manifest,
+    read_manifest,
+    require_fit,
+    require_intact,
+    require_trust,
+    without_caches,
+)
+from glassengine.engine.prompts import Chat, Images, Request, TokenIds
 from glassengine.engine.run.forward import forward
 from glassengine.engine.run.generate import StepCallback, generate
 from glassengine.engine.session.images import encode_images
 from glassengine.engine.session.loaded import LoadedEngine
 from glassengine.engine.session.record import SessionRecorder
 from glassengine.engine.session.session import Session
-from glassengine.engine.store import files
-from glassengine.engine.store.files import check_files
-from glassengine.engine.store.manifest import Manifest, read_manifest, require_fit, require_intact, without_caches
-from glassengine.engine.store.trust import require_trust
+from glassengine.engine.tokenizing import TextCallback
 from glassengine.errors import UsageError
-from glassengine.executable.graph.graph import captured_program
+from glassengine.executable.graph import captured_program
 from glassengine.executable.run.executable import load_executable
 from glassengine.program.kinds.encoder_decoder import SOURCE_MASK
 from glassengine.program.kinds.image_text import FEATURES

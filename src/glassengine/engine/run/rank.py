@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from glassengine import environment
-from glassengine.engine.ranks.children import receive, send
-from glassengine.engine.ranks.member import Member
-from glassengine.engine.run.load import member_of
+from glassengine.engine.run.load import member_of, receive, send
+from glassengine.engine.run.member import Member
 from glassengine.errors import GlassError
 
 _CALLS = {"open": "", "close": "", "record": "", "end_step": "given", "end_record": "", "step": "inputs"}

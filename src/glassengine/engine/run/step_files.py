@@ -27,7 +27,7 @@ from glassengine.recording.formats.files import save_pt
 from glassengine.recording.layout.statistics import summarize
 from glassengine.sites import patterns_of
 from glassengine.stores.places import delivered, place
-from glassengine.writing.files import ASIDE, aside, held, put_away
+from glassengine.writing import ASIDE, aside, held, put_away
 
 if TYPE_CHECKING:
     from glassengine.engine.session.session import Session

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from glassengine.engine.store.manifest import Manifest
+from glassengine.engine.manifest import Manifest
 from glassengine.errors import CorruptError, UsageError
 from glassengine.program.representation.signature import named_inputs
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from glassengine.engine.manifest import Manifest
 from glassengine.engine.session.checks import InputRow, row_of
 from glassengine.engine.session.loaded import LoadedEngine
-from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import UsageError
 from glassengine.program.kinds.image_text import (
     FEATURES,

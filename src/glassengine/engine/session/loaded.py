@@ -16,18 +16,18 @@ import torch
 
 from glassengine.backends.onnx.export import MODEL_FILE
 from glassengine.backends.protocol.backend import KeepingCaches
-from glassengine.engine.prompts.prompts import load_tokenizer
+from glassengine.engine import files
+from glassengine.engine.manifest import AddedOutput, Manifest
+from glassengine.engine.prompts import load_tokenizer
+from glassengine.engine.recorded_model import load_recorded
 from glassengine.engine.session.checks import check_inputs, require_module, results_of
-from glassengine.engine.store import files
-from glassengine.engine.store.manifest import AddedOutput, Manifest
-from glassengine.engine.store.recorded_model import load_recorded
 from glassengine.errors import UsageError
 from glassengine.executable.run.executable import Executable
 from glassengine.program import Program
 from glassengine.program.inputs.user_inputs import positional
 from glassengine.program.kinds.causal_lm import USER_MODULE
 from glassengine.program.kinds.image_text import FEATURES, INDEX
-from glassengine.program.onnx.stored.file import read_onnx
+from glassengine.program.onnx.file import read_onnx
 from glassengine.program.representation.outputs import PREFIX, DerivedValues, comes_from_weights
 from glassengine.program.representation.stored import ONNX_GRAPH, load_graph, load_program
 from glassengine.sites import HasSites, SiteTable

@@ -16,6 +16,7 @@ import torch
 
 from glassengine import spans
 from glassengine.accelerators import require_device
+from glassengine.engine.manifest import Manifest
 from glassengine.engine.session.checks import (
     InputRow,
     constant_rows,
@@ -26,11 +27,9 @@ from glassengine.engine.session.checks import (
     size_rows,
     token_row,
 )
-from glassengine.engine.session.debug_buffers import DebugBuffers, select_names
+from glassengine.engine.session.debug_buffers import DebugBuffers, PieceOutputs, select_names
 from glassengine.engine.session.images import PromptImages
 from glassengine.engine.session.loaded import LoadedEngine, Step
-from glassengine.engine.session.pieces import PieceOutputs
-from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import UsageError
 from glassengine.program.kinds.image_text import INDEX
 

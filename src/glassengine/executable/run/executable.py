@@ -19,12 +19,11 @@ import torch
 import glassengine.executable.snapshot.snapshots  # noqa: F401  registers who the environment wants to look
 from glassengine import environment, spans
 from glassengine.errors import BackendError, GlassError
-from glassengine.executable.cache.cache import CompilerCache, compiled
-from glassengine.executable.graph.execution import Arguments, Execution, observers
-from glassengine.executable.graph.graph import CapturedGraph
-from glassengine.executable.metrics.compilation import FIRST, Occasion, note_compilation
-from glassengine.executable.metrics.metrics import registry
-from glassengine.results.compilation import Cause
+from glassengine.executable.cache import CompilerCache, compiled
+from glassengine.executable.compilation import FIRST, Occasion, note_compilation
+from glassengine.executable.counters import registry
+from glassengine.executable.graph import Arguments, CapturedGraph, Execution, observers
+from glassengine.results.backends import Cause
 
 Function = Callable[[Any], Any]
 _BUILD = Occasion((("", Cause("build", "an engine is built")),))

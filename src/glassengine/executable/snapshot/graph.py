@@ -35,7 +35,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from glassengine.errors import CorruptError
-from glassengine.executable.graph.graph import attribute
+from glassengine.executable.graph import attribute
 from glassengine.program.representation.archive import inert_archive, load_archive
 from glassengine.program.user_code.tracing import fast_writing
 

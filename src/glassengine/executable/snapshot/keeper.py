@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from glassengine import spans
-from glassengine.executable.graph.execution import Execution
-from glassengine.executable.graph.graph import CapturedGraph
-from glassengine.executable.metrics.metrics import registry
+from glassengine.executable.counters import registry
+from glassengine.executable.graph import CapturedGraph, Execution
 from glassengine.executable.snapshot.policy import KeepInputs
 from glassengine.executable.snapshot.tensors import copied, obstacle
 

@@ -29,7 +29,7 @@ import msgspec
 from glassengine.errors import CorruptError
 from glassengine.reading.documents import Size, parsed
 from glassengine.reading.files import read_bytes
-from glassengine.writing.checksums import document_checksum
+from glassengine.writing import document_checksum
 
 SCHEMA_VERSION = 2
 META = "meta.json"

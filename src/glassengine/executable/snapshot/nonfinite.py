@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx import Interpreter, Node
 
 from glassengine.errors import GlassError
-from glassengine.executable.graph.graph import CapturedGraph, module_path, written_placeholders
+from glassengine.executable.graph import CapturedGraph, module_path, written_placeholders
 from glassengine.executable.snapshot.tensors import obstacle
 from glassengine.ops.traits import named
 from glassengine.program.kinds.causal_lm import USER_MODULE

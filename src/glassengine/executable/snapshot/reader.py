@@ -18,7 +18,7 @@ from glassengine.executable.snapshot.graph import load_graph
 from glassengine.executable.snapshot.layout import Meta, SnapshotEntry, parsed_meta, read_meta, sealed
 from glassengine.executable.snapshot.nonfinite import NonFiniteOrigin
 from glassengine.executable.snapshot.tensors import TensorFile, restored, write_tensors
-from glassengine.program.onnx.stored.file import read_onnx
+from glassengine.program.onnx.file import read_onnx
 from glassengine.program.onnx.translated import TranslatedFile, translate_file
 from glassengine.program.representation.archive import MAX_BYTES
 from glassengine.reading.copies import here
@@ -28,8 +28,7 @@ from glassengine.recording.layout.statistics import summarize
 from glassengine.recording.layout.values import bytes_of
 from glassengine.results.recorded import ListedSnapshot
 from glassengine.stores.places import delivered, place
-from glassengine.writing.checksums import crc32
-from glassengine.writing.files import aside
+from glassengine.writing import aside, crc32
 
 _T = TypeVar("_T")
 

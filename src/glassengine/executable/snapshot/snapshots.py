@@ -22,7 +22,7 @@ from typing import Self
 
 from glassengine import environment
 from glassengine.errors import UnknownNameError, UsageError, nearest
-from glassengine.executable.graph.execution import add_source, attach, detach
+from glassengine.executable.graph import add_source, attach, detach
 from glassengine.executable.snapshot.policy import (
     CONTENTS,
     KEEP_INPUTS,
@@ -33,7 +33,7 @@ from glassengine.executable.snapshot.policy import (
     SnapshotPolicy,
 )
 from glassengine.executable.snapshot.taker import SnapshotTaker
-from glassengine.writing.files import local
+from glassengine.writing import local
 
 logger = logging.getLogger("glassengine")
 DIRECTORY = "dump"

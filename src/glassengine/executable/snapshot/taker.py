@@ -26,9 +26,7 @@ import torch
 from torch import Tensor
 
 from glassengine import environment, spans
-from glassengine.executable.graph.execution import Execution
-from glassengine.executable.graph.graph import CapturedGraph
-from glassengine.executable.metrics.steps import current_step
+from glassengine.executable.graph import CapturedGraph, Execution
 from glassengine.executable.snapshot.keeper import Keeper, rng_states, set_rng_states
 from glassengine.executable.snapshot.nonfinite import (
     Kinds,
@@ -41,6 +39,7 @@ from glassengine.executable.snapshot.nonfinite import (
 from glassengine.executable.snapshot.policy import SnapshotPolicy, ask_callback, has_callback
 from glassengine.executable.snapshot.tensors import obstacle
 from glassengine.executable.snapshot.writer import SnapshotWriter, Taken
+from glassengine.executable.steps import current_step
 
 logger = logging.getLogger("glassengine")
 

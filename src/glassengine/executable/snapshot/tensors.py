@@ -24,8 +24,7 @@ from glassengine.executable.snapshot.layout import weights_file
 from glassengine.reading.tensors import open_safetensors
 from glassengine.recording.layout.layout import STORED
 from glassengine.recording.layout.values import bytes_of, dtype_name, why_not
-from glassengine.writing.checksums import crc32
-from glassengine.writing.files import write_all
+from glassengine.writing import crc32, write_all
 
 _BATCH_BYTES = 8 << 20
 _PADDING = 8
@@ -110,7 +109,7 @@ class TensorFile:
         """
         if key not in self.keys:
             raise CorruptError(f"{self.path.name} lacks the tensor {key!r}")
-        return cast(Tensor, self._file.get_tensor(key))
+        return cast("Tensor", self._file.get_tensor(key))
 
 
 def restored(stored: Tensor, dtype: str, shape: Sequence[int], stride: Sequence[int]) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from glassengine import environment
 from glassengine.errors import first_line
-from glassengine.executable.graph.graph import CapturedGraph
+from glassengine.executable.graph import CapturedGraph
 from glassengine.executable.snapshot import layout
 from glassengine.executable.snapshot.graph import flatten, graph_archive
 from glassengine.executable.snapshot.layout import SnapshotEntry, plain_entry, read_meta, sealed
@@ -41,8 +41,7 @@ from glassengine.executable.snapshot.tensors import (
 from glassengine.program.onnx.translated import without_data
 from glassengine.recording.layout.statistics import summarize
 from glassengine.recording.layout.values import bytes_of, dtype_name
-from glassengine.writing.checksums import crc32
-from glassengine.writing.files import aside, remove_tree
+from glassengine.writing import aside, crc32, remove_tree
 
 logger = logging.getLogger("glassengine")
 

@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.numerics.float64 import target_of
+from glassengine.numerics.float64 import Accumulation, target_of
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.mask_values import HIDDEN
-from glassengine.numerics.ops import Accumulation
 from glassengine.ops.row import OpTraits
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.outputs import is_view

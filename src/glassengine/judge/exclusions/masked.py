@@ -28,8 +28,7 @@ from glassengine.judge.cases import StepInputs
 from glassengine.judge.exclusions.exactness import Exactness
 from glassengine.judge.exclusions.perturbation import NATIVE, Source, Values
 from glassengine.numerics.mask_values import HIDDEN, is_mask
-from glassengine.ops.arguments import argument
-from glassengine.ops.row import OpTraits, Rounding
+from glassengine.ops.row import OpTraits, Rounding, argument
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.program import Program
 from glassengine.results import ExemptionReason

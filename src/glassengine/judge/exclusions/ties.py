@@ -28,8 +28,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.judge.exclusions.perturbation import EXACT, WHOLE, Source, Values, differs
 from glassengine.numerics.judgement import SUSPICIOUS, unit_roundoff
-from glassengine.ops.arguments import argument
-from glassengine.ops.row import Choice
+from glassengine.ops.row import Choice, argument
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import ExemptionReason

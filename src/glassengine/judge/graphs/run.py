@@ -18,12 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
 from glassengine.backends.protocol.backend import Backend, CachingGraphs, CompilingGraphs
-from glassengine.executable.graph.graph import CapturedGraph
+from glassengine.executable.graph import CapturedGraph
 from glassengine.executable.run.executable import compile_executable, compile_graph, load_executable
 from glassengine.executable.snapshot import layout
 from glassengine.judge.graphs.flat import flat_program, with_values
-from glassengine.program.loading.onnx import onnx_program
-from glassengine.program.onnx.stored.file import OnnxFile, fill
+from glassengine.program.loading.stored import onnx_program
+from glassengine.program.onnx.file import OnnxFile, fill
 from glassengine.program.onnx.translated import without_data
 from glassengine.program.representation.program import Program, copied_graph
 

@@ -25,14 +25,14 @@ from glassengine.judge.hypotheses.mistakes.activations import activations
 from glassengine.judge.hypotheses.mistakes.arguments import as_theirs, same_op, usual
 from glassengine.judge.hypotheses.mistakes.candidate_ops import another_op, one_for_several
 from glassengine.judge.hypotheses.mistakes.catalog import DESCRIBED, FAMILIES, Family
-from glassengine.judge.hypotheses.mistakes.fitted_constants import origin_in
+from glassengine.judge.hypotheses.mistakes.fitted_constants import fitted_constants, origin_in
 from glassengine.judge.hypotheses.mistakes.layouts import missing_rotation, reshaped
 from glassengine.judge.hypotheses.mistakes.masks import of_attention, pairs_between
 from glassengine.judge.hypotheses.mistakes.operands import exchanged, left_out
 from glassengine.judge.hypotheses.mistakes.operations import other_ops
 from glassengine.judge.hypotheses.mistakes.tensor_roles import OF_VALUES, are_of_positions, is_counted_alone, only_hides
 from glassengine.judge.hypotheses.mistakes.weights_read import weights
-from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, constants_of
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import OutOfWork, edited, is_real
 from glassengine.ops.traits import traits_of
@@ -53,6 +53,8 @@ _DIFFERS, _SEEN = 0.5, 0.8
 """Scores of what differs, and changes the result, but is not all of it; of an op that the candidate has instead."""
 _MAKER_WITHIN = 6
 """Steps above the candidate's tensor within which the op stands that made it what it is."""
+_ROUNDED = 1e-5
+"""By how much a number that was fitted may be off the candidate's own."""
 _CLEARLY = 2.0
 """An activation of the candidate's own is nearer to what it made than the right one by this factor."""
 
@@ -140,8 +142,8 @@ def explanation(question: Question, only: tuple[float, Family] | None = None) ->
                 hint = _explained(question, hypothesis, score, near)
                 if hint is None:
                     continue
-                certain = as_certain(question, family, hint)
-                found = MistakeExplanation(certain, hypothesis, rank_of(family, hint), score, family)
+                hint = as_certain(question, family, hint)
+                found = MistakeExplanation(hint, hypothesis, rank_of(family, hint), score, family)
                 if best is None or found.rank > best.rank:
                     best = found
                 if best.rank is Rank.SETTLED:
@@ -310,11 +312,27 @@ def rank_of(family: Callable[..., Any], hint: Hint) -> Rank:
 
 
 def as_certain(question: Question, family: Callable[..., Any], hint: Hint) -> Hint:
-    """Return a hint that is certain only if the ops of the candidate bear it out, where it describes what came out."""
-    makers = DESCRIBED.get(family, ())
-    # A factor is a description that any product bears out.
-    if not hint.proven or not makers or not question.theirs or hint.kind == "scale":
+    """Return a hint that is certain only if the ops of the candidate bear it out: its numbers, or what it describes."""
+    if not hint.proven or not question.theirs:
         return hint
-    end = question.theirs[-1]
-    near = {op_name(node) for node in {*question.theirs, *ancestors(end, _MAKER_WITHIN)} if node.op == "call_function"}
-    return hint if near & set(makers) else dataclasses.replace(hint, proven=False)
+    change, makers = hint.change, DESCRIBED.get(family, ())
+    if family in (usual, fitted_constants) and change is not None and isinstance(change.candidate, float):
+        values = [*question.their_values, *constants_of(question.theirs)]
+        is_certain = change.origin is not None or _is_made_of(change.candidate, values)
+    elif not makers or hint.kind == "scale":
+        return hint  # a factor is a description that any product bears out
+    else:
+        end = question.theirs[-1]
+        near = {
+            op_name(node) for node in {*question.theirs, *ancestors(end, _MAKER_WITHIN)} if node.op == "call_function"
+        }
+        is_certain = bool(near & set(makers))
+    return hint if is_certain else dataclasses.replace(hint, proven=False)
+
+
+def _is_made_of(number: float, values: Iterable[Any]) -> bool:
+    """Whether a number is one of some literals, or a product, quotient, root or sum of two of them."""
+    known = {0.0, 1.0, 2.0, *(float(one) for one in values if isinstance(one, (int, float)) and math.isfinite(one))}
+    known |= {root for one in known if one > 0 for root in (math.sqrt(one),)}
+    made = (m for a in known for b in known for m in (a * b, a / (b or 1.0), a + b, a - b, 1 / (a * b or 1.0)))
+    return any(abs(abs(number) - abs(one)) <= _ROUNDED * abs(number) for one in made)

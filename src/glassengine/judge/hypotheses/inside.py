@@ -23,9 +23,8 @@ from glassengine.judge.hypotheses.trials.trial import is_real
 from glassengine.judge.replay.values import called
 from glassengine.numerics.float64 import retarget, target_of
 from glassengine.numerics.judgement import unit_roundoff
-from glassengine.program.onnx.operators.control import LABEL, NAME, Step, Tracer
-from glassengine.program.onnx.operators.fallback import thresholds_of
-from glassengine.program.onnx.operators.function import Composite
+from glassengine.program.onnx.control import LABEL, NAME, Step, Tracer
+from glassengine.program.onnx.function import Composite, thresholds_of
 from glassengine.program.representation.naming import op_name
 
 _ROUNDINGS = 8.0

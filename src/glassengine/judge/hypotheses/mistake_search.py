@@ -20,7 +20,7 @@ from glassengine.judge.hypotheses.explain import MistakeExplanation, Rank, diffe
 from glassengine.judge.hypotheses.inside import Inside, inside_of
 from glassengine.judge.hypotheses.mistakes.catalog import Family
 from glassengine.judge.hypotheses.trials.hypothesis import constants_of, of_weight, short
-from glassengine.judge.hypotheses.trials.question import Question, in_its_dtype, noise_of
+from glassengine.judge.hypotheses.trials.question import Question, TheirRegion, in_its_dtype, noise_of
 from glassengine.judge.hypotheses.trials.trial import FAILS, OF_DIFFERENCES, Budget, Trial, real_parts
 from glassengine.program.representation.program import Program
 from glassengine.results import Hint
@@ -129,9 +129,9 @@ class MistakeSearch:
         if place is trial.end or place.name in self._known:
             return None
         # Its other readers would be wrong as well, which is not known.
-        inside = {op.name for op in trial.ops}
-        own = self._nodes.get(place.name)
-        is_read_elsewhere = own is not None and any(user.name not in inside for user in own.users)
+        inside, own = {op.name for op in trial.ops}, self._nodes.get(place.name)
+        others = () if own is None else (one for one in own.users if "_assert" not in str(one.target))
+        is_read_elsewhere = any(user.name not in inside for user in others)
         return None if is_read_elsewhere else place.name
 
     @torch.no_grad()
@@ -223,6 +223,7 @@ class MistakeSearch:
             stored=frozenset(program.weights()),
             kept=program.kept(),
             sources=labels,
+            run_theirs=lambda: self._their_region(node, trial.budget),
         )
         return found if found.left(right) > 0 else None
 
@@ -240,6 +241,25 @@ class MistakeSearch:
         target = self.counterpart(node)
         ops = set() if target is None else set(region_of(target, set(self.counterparts.values()))[0])
         return [op for op in self._candidates.values() if op in ops]  # in the order in which they run
+
+    def _their_region(self, node: Node, budget: Budget) -> TheirRegion | None:
+        """Return the candidate's ops that `node` is judged with, on the candidate's values."""
+        target = self.counterpart(node)
+        if target is None or self.candidate is None:
+            return None
+        ours = {theirs: name for name, theirs in self.counterparts.items() if name in self.values and name != node.name}
+        ports = {port.name: port.node for port in self.program.inputs}
+        ours |= {port.node: ports[port.name] for port in self.candidate.inputs if ports.get(port.name) in self.values}
+        known = {**self.candidate.weights(), **{theirs: self.values[name] for theirs, name in ours.items()}}
+        names = {node: name.removeprefix(_USER) for node, name in self.candidate.weight_names().items()}
+        labels = {name: of_weight(names[name]) for name in names} | {
+            theirs: short(self._site(name), self._site(node.name)) for theirs, name in ours.items()
+        }
+        try:
+            piece = cut([target], known, known.keys() - {target.name})
+            return None if piece is None else TheirRegion(Trial(piece, budget), labels)
+        except FAILS:
+            return None
 
     def _is_another(self, node: Node) -> bool:
         """Whether the candidate's tensor passes on what is the counterpart of another op that `node` is not made of."""

@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from glassengine.judge.graphs.between import next_below, origin_of, partners_of, passes_on, region_of
 from glassengine.judge.pairing.candidate_tensors import CandidateTensor, Values, is_telling, shapes_of
-from glassengine.judge.pairing.program_pairs import ProgramPairs, UnknownValue
+from glassengine.judge.pairing.program_pairs import MOST_FOREIGN, ProgramPairs, UnknownValue
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node
@@ -171,19 +171,27 @@ class WrongTensorSearch:
         if not is_telling(predicted):
             # A table of zeros, the start of a sum: any tensor that is added elsewhere could be added here.
             return
-        yield from filter(None, [proposed])
-        yield from tensors.near(predicted, _NEAR, pairs.hows())[:_MOST_NEAR]
+        near = tensors.near(predicted, _NEAR, pairs.hows())
         inputs = [pairs.counterparts[source.name].name for source in region_of(node, pairs.counterparts)[1]]
-        names = [name for name in self._read_with_weights(node) if name not in tensors.taken or name in inputs]
+        read = self._read_with_weights(node)
+        names = [name for name in read if name not in tensors.taken or name in inputs]
         last = max((tensors.order[name] for name in inputs), default=0)
         behind = [
             name for name in tensors.of_number(predicted) if tensors.order[name] > last and name not in tensors.taken
         ]
-        beyond = pairs.beyond(node, behind)
-        behind = [name for name in behind if name not in beyond]
-        yield from map(
-            CandidateTensor, dict.fromkeys([*names, *inputs, *self._one_of_each(behind, predicted)[:_TRIALS]])
+        own = [] if proposed is None else [proposed]
+        known = {seen.name for seen in (*own, *near)}.union(names, inputs, behind) & tensors.nodes.keys()
+        foreign = pairs.foreign(node, known)
+
+        def of_its_layer(name: str) -> bool:
+            return foreign.get(name, 0) <= MOST_FOREIGN
+
+        near = [seen for seen in near if of_its_layer(seen.name)][:_MOST_NEAR]
+        behind = self._one_of_each(list(filter(of_its_layer, behind)), predicted)[:_TRIALS]
+        others = map(
+            CandidateTensor, dict.fromkeys([*(n for n in names if read[n] or of_its_layer(n)), *inputs, *behind])
         )
+        yield from sorted([*own, *near, *others], key=lambda seen: foreign.get(seen.name, 0))
 
     def _one_of_each(self, names: Sequence[str], predicted: Values) -> list[str]:
         """Return of each tensor and its views and copies the one that is most like what is predicted."""
@@ -198,18 +206,20 @@ class WrongTensorSearch:
             best[origin] = min(best.get(origin, rank), rank)
         return [name for *_, name in sorted(best.values(), key=lambda rank: rank[2])]
 
-    def _read_with_weights(self, node: Node) -> Iterator[str]:
-        """Yield what the candidate's ops read beside the weights that the ops below `node` read."""
+    def _read_with_weights(self, node: Node) -> dict[str, bool]:
+        """Return what the candidate reads with the weights that the ops below `node` read, and if only one op does."""
+        found: dict[str, bool] = {}
         waiting = list(node.users)
         while waiting:
             user = waiting.pop(0)
             if passes_on(user):
                 waiting += user.users
                 continue
-            for reader in self._pairs.weights.readers(user):
-                for source in reader.all_input_nodes:
-                    yield origin_of(source).name
-                    yield source.name
+            readers = list(self._pairs.weights.readers(user))
+            for source in (source for reader in readers for source in reader.all_input_nodes):
+                for one in (origin_of(source), source):
+                    found[one.name] = found.get(one.name, False) or len(set(readers)) == 1
+        return found
 
     def _following(
         self,

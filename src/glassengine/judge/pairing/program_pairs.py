@@ -22,7 +22,7 @@ from glassengine.judge.pairing.candidate_tensors import (
     shapes_of,
 )
 from glassengine.judge.pairing.probe import ProbeStep
-from glassengine.judge.pairing.weights import SameWeights
+from glassengine.judge.pairing.weights import SameWeights, users_of
 from glassengine.numerics.arrangements import Arrangement
 from glassengine.numerics.float64 import retarget, target_of
 from glassengine.numerics.judgement import unit_roundoff
@@ -35,8 +35,8 @@ _ROUNDINGS = 16
 """Unit roundoffs by which a tensor may differ from its prediction: rounding of a region, not of one op."""
 _LEAST = 2e-5
 """Of the same: differences of numbers of one size amplify the rounding of float32."""
-_MOST_FOREIGN = 2
-"""Weights of the baseline's ops behind a node with which a counterpart of the node may be made."""
+MOST_FOREIGN = 2
+"""Weights that a node is not made with, and its counterpart, which is wrong, may be."""
 _CLOSER = 8
 """What the same op makes of the same is passed over for a tensor that is this many times closer to the prediction."""
 
@@ -113,29 +113,37 @@ class ProgramPairs:
             return None if name is None else CandidateTensor(name)
         return self.tensors.likeliest(name, predicted, self.hows())
 
-    def beyond(self, node: Node, names: Iterable[str]) -> set[str]:
-        """Return the tensors of the candidate that are made with weights that the baseline reads only behind `node`.
+    def foreign(self, node: Node, names: Iterable[str]) -> dict[str, int]:
+        """Return for tensors of the candidate with how many weights they are made that `node` is not made with.
 
-        One wrong weight is a mistake; several are another layer.
+        One wrong weight is a mistake; several are another layer. Of a weight that is read in several passes, a larger
+        share of its readers is another pass: it counts as several.
         """
         above = self._made_of[node.name]
-        foreign, own = 0, 0
-        for place, there in self._same_weights:
-            if above >> place & 1:
-                own |= there
-            else:
-                foreign |= there
-        foreign &= ~own
-        return {name for name in names if (self.tensors.ancestors[name] & foreign).bit_count() > _MOST_FOREIGN}
+        fewer: list[tuple[float, int, int]] = []
+        for ours, theirs in self._readers:
+            share, several = (above & ours).bit_count() / ours.bit_count(), ours.bit_count() > 1
+            if share < 1:
+                fewer.append((share * theirs.bit_count(), theirs, MOST_FOREIGN + 1 if several else 1))
+        made_of = {name: self.tensors.ancestors[name] for name in names}
+        return {
+            name: sum(number for most, theirs, number in fewer if (above & theirs).bit_count() > most)
+            for name, above in made_of.items()
+        }
 
     @cached_property
-    def _same_weights(self) -> list[tuple[int, int]]:
-        """Place of each weight of the baseline, and the bits of those of the candidate that are stored alike."""
-        found = []
+    def _readers(self) -> list[tuple[int, int]]:
+        """Of each weight that both sides have, the ops of the baseline that read it, and the candidate's, as bits."""
+        nodes = {node.name: node for node in self._baseline.graph.nodes}
+        found: dict[tuple[str, ...], list[int]] = {}
         for weight in self._baseline.weights():
-            same = self.weights.as_stored(weight)
-            found.append((self.order[weight], sum(1 << self.tensors.order[name] for name in same)))
-        return found
+            same = tuple(self.weights.as_stored(weight))
+            both = found.setdefault(same, [0, 0])
+            for user in users_of(nodes[weight]):
+                both[0] |= 1 << self.order[user.name]
+            for user in (user for name in same for user in users_of(self.tensors.all_nodes[name])):
+                both[1] |= 1 << self.tensors.order[user.name]
+        return [(ours, theirs) for ours, theirs in found.values() if ours and theirs]
 
     def proposal(self, node: Node) -> CandidateTensor | None:
         """Return the tensor of the same place in a module of the same name."""

@@ -232,7 +232,7 @@ class SameWeights:
             if len(same) > _MOST_ALIKE:
                 continue
             for other in same:
-                yield from _users(self._nodes[other])
+                yield from users_of(self._nodes[other])
 
     def agree(self, ours: Node, theirs: Node) -> bool:
         """Whether two ops read the same weights, as far as the weights of the baseline's are anywhere else."""
@@ -256,11 +256,12 @@ def _weights_of(node: Node, weights: Mapping[str, torch.Tensor]) -> list[Node]:
     return [source for source in origins if source.op == "placeholder" and source.name in weights]
 
 
-def _users(node: Node) -> Iterator[Node]:
+def users_of(node: Node) -> Iterator[Node]:
+    """Yield the ops that read a weight, through views and casts."""
     for user in node.users:
         if user.op == "call_function":
             if passes_on(user):
-                yield from _users(user)
+                yield from users_of(user)
             else:
                 yield user
 

@@ -24,7 +24,7 @@ from glassengine.judge.replay.reference import NUM_NOISE_RUNS, sampled
 from glassengine.numerics.exemptions import Masks
 from glassengine.numerics.float64 import retarget, target_of
 from glassengine.numerics.judgement import Judgement
-from glassengine.numerics.known import NOTHING, KnownValues
+from glassengine.numerics.kinds import NOTHING, KnownValues
 from glassengine.numerics.verdict import Reference
 
 Valid = Callable[[Node, Tensor], Tensor | None]

@@ -29,18 +29,25 @@ from glassengine.judge.replay.expected import Claim, Expected
 from glassengine.judge.replay.reference import NUM_NOISE_RUNS, NUM_RUNS, bound_of, sampled
 from glassengine.judge.replay.values import DOES_NOT_FIT, Values, called, in_float64, part_of
 from glassengine.numerics.bounds import rounding_bound
-from glassengine.numerics.counted import is_finite
 from glassengine.numerics.exemptions import UNWRITTEN
-from glassengine.numerics.float64 import double, retargeted, target_of
+from glassengine.numerics.float64 import (
+    U_ACCUMULATE,
+    Operation,
+    Roundoff,
+    double,
+    is_broken,
+    num_newly_broken,
+    retargeted,
+    target_of,
+)
 from glassengine.numerics.judgement import Judgement, unit_roundoff
-from glassengine.numerics.known import KnownValues
+from glassengine.numerics.kinds import KnownValues
+from glassengine.numerics.mask_values import is_finite
 from glassengine.numerics.noise import disturbed, noisy, other_kernel, rounds
-from glassengine.numerics.nonfinite import is_broken, num_newly_broken
-from glassengine.numerics.ops import U_ACCUMULATE, Operation, Roundoff
 from glassengine.numerics.verdict import Reference
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
-from glassengine.program.onnx.operators.function import Composite
+from glassengine.program.onnx.function import Composite
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.program import Program
 

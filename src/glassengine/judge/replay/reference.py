@@ -24,20 +24,18 @@ from glassengine.judge.exclusions.exactness import Exactness, keeps_whole_number
 from glassengine.judge.exclusions.masked import HiddenValues
 from glassengine.judge.exclusions.sources_per_step import Excluded, Exclusions, sources_of
 from glassengine.judge.exclusions.ties import settled_sources
-from glassengine.numerics.float64 import double, retarget, retargeted, target_of
+from glassengine.numerics.activations import Read
+from glassengine.numerics.float64 import FLOAT32_SUMS, Accumulation, double, retarget, retargeted, target_of
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
-from glassengine.numerics.known import KnownValues
-from glassengine.numerics.noise import disturbed, noisy, rounded, rounds
-from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
-from glassengine.numerics.product_noise import ExactProduct, uniform
-from glassengine.numerics.quantization.activations import Read
+from glassengine.numerics.kinds import KnownValues
+from glassengine.numerics.noise import ExactProduct, disturbed, noisy, rounded, rounds, uniform
 from glassengine.numerics.verdict import Reference
 from glassengine.ops.traits import traits_of
-from glassengine.program.onnx.operators.function import Composite
+from glassengine.program.onnx.function import Composite
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.outputs import last_uses, weight_only_nodes
 from glassengine.program.representation.program import Program
-from glassengine.writing.checksums import crc32
+from glassengine.writing import crc32
 
 NUM_RUNS = 6
 _OF_ELEMENT = 4.0

@@ -24,11 +24,10 @@ from glassengine.judge.replay.explanations import proven, replayed
 from glassengine.judge.replay.op import Ops
 from glassengine.judge.replay.segments import SegmentReplay
 from glassengine.judge.replay.values import Values
-from glassengine.numerics.kinds import in_kind
-from glassengine.numerics.known import NOTHING, KnownValues
+from glassengine.numerics.activations import Read
+from glassengine.numerics.float64 import FLOAT32_SUMS, Accumulation
+from glassengine.numerics.kinds import NOTHING, KnownValues, in_kind
 from glassengine.numerics.noise import WideOperands
-from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
-from glassengine.numerics.quantization.activations import Read
 from glassengine.program.representation.program import Program
 
 

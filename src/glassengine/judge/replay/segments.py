@@ -24,7 +24,7 @@ from torch.fx import Node
 from glassengine.judge.replay.expected import Expected, Valid
 from glassengine.judge.replay.reference import ReferenceRun
 from glassengine.numerics.exemptions import DRAWN
-from glassengine.numerics.ops import Accumulation
+from glassengine.numerics.float64 import Accumulation
 from glassengine.numerics.verdict import Reference
 from glassengine.program.representation.program import Program
 

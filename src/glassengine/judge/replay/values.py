@@ -11,12 +11,11 @@ import torch
 from torch.fx import Node
 
 from glassengine.errors import BackendError
-from glassengine.numerics.counted import is_finite
-from glassengine.numerics.float64 import retargeted, target_of
+from glassengine.numerics.activations import Read
+from glassengine.numerics.float64 import FLOAT32_SUMS, Accumulation, Operation, Roundoff, retargeted, target_of
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
+from glassengine.numerics.mask_values import is_finite
 from glassengine.numerics.noise import WideOperands, reads_memory
-from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation, Operation, Roundoff
-from glassengine.numerics.quantization.activations import Read
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node, op_name
 from glassengine.program.representation.outputs import is_view, weight_only_nodes

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from glassengine.backends.accuracy.calibration import kernels_of
+from glassengine.backends.calibration import kernels_of
 from glassengine.capture.observers.interpreter import run_program
 from glassengine.errors import BackendError, first_line
 from glassengine.judge.cases import Case, Given, StepInputs, by_name, empty_caches
@@ -21,7 +21,7 @@ from glassengine.judge.sides.arguments import Arguments
 from glassengine.judge.sides.graft import Grafts
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.protocol import RUNTIME, Guarantee, Observed, Place, Side
-from glassengine.numerics.ops import Accumulation
+from glassengine.numerics.float64 import Accumulation
 from glassengine.program import LoadedModel
 from glassengine.program.representation.program import Program
 

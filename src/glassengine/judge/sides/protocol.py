@@ -157,7 +157,7 @@ _DEPTH = 8
 """Ops before one whose values are kept, for a region that is wrong only when it is compiled as one."""
 
 RUNTIME = "onnxruntime"
-"""Back-end whose kernels run an ONNX file as it is (see `program.onnx.stored.session`)."""
+"""Back-end whose kernels run an ONNX file as it is (see `program.onnx.session`)."""
 
 
 class Place(StrEnum):

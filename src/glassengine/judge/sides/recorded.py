@@ -28,7 +28,7 @@ from glassengine.judge.end_to_end import results_of
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.protocol import Observed, Place, Side
-from glassengine.numerics.metrics.tolerance import is_inexact, precision_of
+from glassengine.numerics.tolerance import is_inexact, precision_of
 from glassengine.program import LoadedModel
 from glassengine.program.generation import GenerationKind
 from glassengine.program.inputs.modules import inputs_in_file

@@ -257,7 +257,7 @@ def _with_ops_left_out(score: Score, program: Program, divergence: Divergence) -
         divergence = dataclasses.replace(divergence, hints=hints)
         # None of these ops is there, and the region is named by its end.
         own = program.sites.by_node.get(divergence.node or "", ())
-        if own and divergence.site not in {site.name for site in own}:
+        if own and not is_known and divergence.site not in {site.name for site in own}:
             divergence = dataclasses.replace(divergence, site=own[0].name, source=own[0].source)
         return divergence
     # A right port may have other ops as well: they are no evidence if the mistake is known.
@@ -287,7 +287,11 @@ def as_written(score: Score, program: Program, divergence: Divergence) -> Diverg
         or line_of_added_op(program, own, known, divergence)
         or line_of_reader(program, own, known, divergence)
     )
-    return dataclasses.replace(named, candidate_source=line or _source_there(score, named))
+    line = line or _source_there(score, named)
+    end = next(iter(program.sites.by_node.get(divergence.node or "", ())), None)
+    if end is not None and end.source == line != named.source:
+        line = None  # both sides run it, below an op that the candidate lacks
+    return dataclasses.replace(named, candidate_source=line)
 
 
 def _at_what_computes(score: Score, program: Program, divergence: Divergence) -> Divergence:

@@ -29,7 +29,7 @@ from glassengine.judge.hypotheses.trials.hypothesis import constants_of
 from glassengine.program.representation.naming import depth_of, source_line
 from glassengine.program.representation.program import Program
 from glassengine.results import Altered, Divergence, Findings, Hint
-from glassengine.sites import parts_of_line
+from glassengine.sites import Site, parts_of_line
 
 _OF_AXES = frozenset({"dims", "dim"})
 _OF_PLACES = frozenset({"index", "start", "end", "step", "length"})
@@ -61,7 +61,7 @@ def line_of_number(program: Program | None, counterparts: Mapping[str, str], div
     holders = [op for op in ops if _has(op, wrong)]
     if len(holders) != 1:
         return None
-    return next((site.source for site in program.sites.by_node.get(holders[0].name, ()) if site.kind == "op"), None)
+    return _source(program, holders[0])
 
 
 def line_of_reader(
@@ -71,42 +71,67 @@ def line_of_reader(
 
     The line is that of the function which calls the op in the baseline: it is as deep in the modules.
     """
-    node = next((node for node in baseline.graph.nodes if node.name == divergence.node), None)
     there = counterparts.get(divergence.node or "")
-    if program is None or node is None or there is None or not any(hint.proven for hint in divergence.hints[:1]):
+    if program is None or there is None or not any(hint.proven for hint in divergence.hints[:1]):
         return None
+    named = next((site.node for site in baseline.sites if site.name == divergence.site), divergence.node)
+    node = next(node for node in baseline.graph.nodes if node.name == named)
+    names = {counterparts.get(user.name) for user in readers_of(node)}
+    readers = [one for one in program.graph.nodes if one.name in names]
+    if node.name != divergence.node and node.name not in counterparts:
+        # An op inside of a region, which the candidate does not have.
+        ours, theirs = (
+            Counter(op.target for op in ops) for ops in _regions(baseline, program, counterparts, divergence)
+        )
+        return source_line(readers[0], depth_of(node)) if readers and ours[node.target] > theirs[node.target] else None
     if not any(counterparts.get(source.name) == there for source in node.all_input_nodes):
         return None
-    names = {counterparts.get(user.name) for user in readers_of(node)}
     made = next((origin_of(one) for one in program.graph.nodes if one.name == there), None)
-    readers = [one for one in program.graph.nodes if one.name in names]
     reader = next((one for one in readers if any(origin_of(source) is made for source in one.all_input_nodes)), None)
     return None if reader is None else source_line(reader, depth_of(node))
+
+
+def _regions(
+    baseline: Program, program: Program, counterparts: Mapping[str, str], divergence: Divergence
+) -> tuple[list[Node], list[Node]]:
+    """Return the ops of both sides that compute what differs, between the tensors that both have."""
+    ours, theirs = (
+        [op for node in graph.nodes if node.name == name for op in region_of(node, known)[0] if not passes_on(op)]
+        for graph, name, known in (
+            (baseline.graph, divergence.node, set(counterparts)),
+            (program.graph, counterparts[divergence.node or ""], set(counterparts.values())),
+        )
+    )
+    return ours, theirs
 
 
 def line_of_added_op(
     baseline: Program, program: Program | None, counterparts: Mapping[str, str], divergence: Divergence
 ) -> str | None:
-    """Return "file:line: line" of the one op that only the candidate has in a region that is proven wrong.
+    """Return "file:line: line" of what only the candidate has in a region that is proven wrong.
 
-    None where the candidate has more than one, or lacks an op of the baseline's.
+    None where that is in several lines, or where the candidate lacks another op than the one that is changed.
     """
-    wrong, end = divergence.node or "", counterparts.get(divergence.node or "")
+    end = counterparts.get(divergence.node or "")
     if program is None or end is None or not any(hint.proven for hint in divergence.hints[:1]):
         return None
-    ours, theirs = (
-        [op for node in graph.nodes if node.name == name for op in region_of(node, known)[0] if not passes_on(op)]
-        for graph, name, known in (
-            (baseline.graph, wrong, set(counterparts)),
-            (program.graph, end, set(counterparts.values())),
-        )
-    )
-    lacking = Counter(op.target for op in ours)
-    lacking.subtract(op.target for op in theirs)
-    added = [op for op in theirs if lacking[op.target] < 0]
-    if len(added) != 1 or any(number > 0 for number in lacking.values()):
-        return None
-    return next((site.source for site in program.sites.by_node.get(added[0].name, ()) if site.kind == "op"), None)
+    ours, theirs = _regions(baseline, program, counterparts, divergence)
+    numbers = Counter(op.target for op in ours)
+    numbers.subtract(op.target for op in theirs)
+    changed = divergence.hints[0].change
+    own = () if changed is None else changed.ops
+    lacking = [_site(baseline, op) for op in ours if numbers[op.target] > 0]
+    sources = {_source(program, op) for op in theirs if numbers[op.target] < 0}
+    is_known = all(site is not None and site.name.endswith(own) for site in lacking)
+    return sources.pop() if len(sources) == 1 and is_known else None
+
+
+def _site(program: Program, op: Node) -> Site | None:
+    return next((site for site in program.sites.by_node.get(op.name, ()) if site.kind == "op"), None)
+
+
+def _source(program: Program, op: Node) -> str | None:
+    return None if (site := _site(program, op)) is None else site.source
 
 
 def _has(op: Node, number: float) -> bool:

@@ -18,8 +18,8 @@ from glassengine.judge.replay.values import called
 from glassengine.judge.sides.protocol import ObservedAt, Place, float_nodes
 from glassengine.judge.verdict.score import Score
 from glassengine.ops.traits import traits_of
-from glassengine.program.onnx.operators.control import never_run, ops_inside
-from glassengine.program.onnx.operators.fallback import is_of_runtime_alone
+from glassengine.program.onnx.control import never_run, ops_inside
+from glassengine.program.onnx.function import is_of_runtime_alone
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.outputs import is_view
 from glassengine.program.representation.program import Program

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 
 from glassengine.judge.end_to_end import EndToEnd
+from glassengine.numerics.drift import DriftSums, shared
 from glassengine.numerics.judgement import unit_roundoff
-from glassengine.numerics.metrics.drift import DriftSums, shared
 from glassengine.numerics.verdict import Reference
 from glassengine.program.representation.program import Program
 from glassengine.results import DriftRow

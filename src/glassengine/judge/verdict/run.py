@@ -19,7 +19,7 @@ from glassengine.judge.replay.reference import PLAIN, CoarseArithmetic, Referenc
 from glassengine.judge.sides.protocol import Place, Side
 from glassengine.judge.verdict.score import Score
 from glassengine.numerics.exemptions import GAUGE
-from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
+from glassengine.numerics.float64 import FLOAT32_SUMS, Accumulation
 from glassengine.numerics.verdict import Reference
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.signature import named_inputs

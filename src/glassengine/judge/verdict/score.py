@@ -25,12 +25,12 @@ from glassengine.judge.sides.protocol import Observed, Side
 from glassengine.judge.verdict.drift import Drift
 from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.judge.verdict.origins import OriginTracker, Why
-from glassengine.numerics.counted import is_finite
+from glassengine.numerics.distances import tensor_values
 from glassengine.numerics.exemptions import BELOW, DRAWN, PADDING, TIES, UNREAD, UNWRITTEN, Ledger, Masks
 from glassengine.numerics.judgement import Judgement
-from glassengine.numerics.metrics.distances import tensor_values
-from glassengine.numerics.metrics.measure import measure
-from glassengine.numerics.metrics.tolerance import tolerance
+from glassengine.numerics.mask_values import is_finite
+from glassengine.numerics.measure import measure
+from glassengine.numerics.tolerance import tolerance
 from glassengine.numerics.verdict import TIED, Reference
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.program import Program

@@ -14,7 +14,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from glassengine.executable.graph.graph import CapturedGraph, input_spec
+from glassengine.executable.graph import CapturedGraph, input_spec
 from glassengine.plugins.lazy.observed import observed
 from glassengine.plugins.lazy.symbols import Pattern, SizeSample, SymbolicSizes
 from glassengine.plugins.lazy.values import NUMBER_DTYPES, LazyCall, LazyValue, filled

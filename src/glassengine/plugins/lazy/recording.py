@@ -19,11 +19,10 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
-from glassengine.executable.metrics.metrics import registry
+from glassengine.executable.counters import registry
 from glassengine.frontends.eager_graph import is_input_number
 from glassengine.plugins.lazy.memory import Handle, MemoryView, order_of, with_part
-from glassengine.plugins.lazy.output_inference import NotRecordableError, infer_outputs
-from glassengine.plugins.lazy.rules import CallRule, rule_of
+from glassengine.plugins.lazy.rules import CallRule, NotRecordableError, infer_outputs, rule_of
 from glassengine.plugins.lazy.tensor import DEVICE, LazyTensor
 from glassengine.plugins.lazy.values import (
     LazyCall,

@@ -17,7 +17,7 @@ from typing import Any
 
 from glassengine.plugins.lazy.graphs import Pending
 from glassengine.plugins.lazy.memory import order_of
-from glassengine.plugins.lazy.output_inference import NotRecordableError, infer_outputs
+from glassengine.plugins.lazy.rules import NotRecordableError, infer_outputs
 from glassengine.plugins.lazy.symbols import Pattern, Size, SizeSample, form_of, ranks_of, sizes_of, strides, with_sizes
 from glassengine.plugins.lazy.values import LazyOperation, LazySpec, LazyValue, spec
 

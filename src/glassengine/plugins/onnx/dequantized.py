@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from glassengine.errors import UsageError
-from glassengine.program.onnx.stored.file import OnnxFile, free_names
-from glassengine.program.onnx.stored.grids import SMALL, GridNames, grids_of
+from glassengine.program.onnx.file import OnnxFile, free_names
+from glassengine.program.onnx.grids import SMALL, GridNames, grids_of
 
 if TYPE_CHECKING:
     import onnx

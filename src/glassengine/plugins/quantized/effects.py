@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_map_only
 
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.judge.cases import beside_tokens, causal_cases, in_one_forward
-from glassengine.numerics.metrics.drift import DriftSums, shared
-from glassengine.numerics.metrics.logits import compare_logits
-from glassengine.numerics.quantization.weight_error import WeightError
+from glassengine.numerics.drift import DriftSums, shared
+from glassengine.numerics.logits import compare_logits
+from glassengine.numerics.weight_error import WeightError
 from glassengine.program import LoadedModel, example_inputs
 from glassengine.program.user_code.module_state import own_copies
 from glassengine.progress import Progress, Work

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from glassengine.numerics.drift import DriftSums
 from glassengine.numerics.judgement import Judgement
-from glassengine.numerics.metrics.drift import DriftSums
-from glassengine.program.onnx.stored.grids import GridNames, grids_of, written_back
+from glassengine.program.onnx.grids import GridNames, grids_of, written_back
 from glassengine.program.representation.program import Program
 from glassengine.results import VERDICTS, Verdict
 

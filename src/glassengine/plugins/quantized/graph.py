@@ -8,7 +8,7 @@ The baseline's program runs in float64, node by node, in lockstep with what the 
     noisy     twice, those numbers moved by up to half a step of their own grid, and the result as well: the floor
 
 So an op is charged with no more than what it introduced; rounding to its own grid is not a mistake. Weights are judged
-by themselves, as those of a quantized checkpoint are (`numerics.quantization.weight_error`).
+by themselves, as those of a quantized checkpoint are (`numerics.weight_error`).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from glassengine.numerics.drift import LITTLE_LEFT, LOST, decibels
 from glassengine.numerics.float64 import double, retarget, target_of
 from glassengine.numerics.judgement import Judgement
-from glassengine.numerics.metrics.drift import LITTLE_LEFT, LOST, decibels
-from glassengine.numerics.quantization.weight_error import MOST_RMS, WeightError, judge_weight
 from glassengine.numerics.verdict import Reference
+from glassengine.numerics.weight_error import MOST_RMS, WeightError, judge_weight
 from glassengine.plugins.quantized.file import FileValue, QuantizedFile, QuantizedOp, rank
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.outputs import last_uses
 from glassengine.program.representation.program import Program
 from glassengine.results import FLAGGED, Hint
-from glassengine.writing.checksums import crc32
+from glassengine.writing import crc32
 
 _NUM_NOISY = 2
 _SAME = 0.01

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from glassengine.errors import UsageError
 from glassengine.program.export.functionalize import decomposed, functional
 from glassengine.program.kinds import causal_lm, encoder_decoder, image_text
-from glassengine.program.listing.listing import OnStage, Stage
+from glassengine.program.representation.listing import OnStage, Stage
 from glassengine.program.representation.naming import Paths, build_sites, describe_shape
 from glassengine.program.representation.program import (
     CALLED_AS,
@@ -43,19 +43,17 @@ from glassengine.program.representation.signature import (
 )
 from glassengine.program.user_code.calls import source_of
 from glassengine.program.user_code.forward import explicit_keywords, exportable_results, methods_of_classes
-from glassengine.program.user_code.marks import (
-    collect_marks,
-    helper_lines,
-    marking,
-    remove_dead_nodes,
-)
 from glassengine.program.user_code.module_state import applied_state, run_alone
 from glassengine.program.user_code.tracing import (
     SPECIALIZED,
     WITH_VALUES,
     WRITTEN_DOWN,
+    collect_marks,
     fast_tracing,
+    helper_lines,
+    marking,
     real_values,
+    remove_dead_nodes,
     without_assertions,
     written_down,
 )

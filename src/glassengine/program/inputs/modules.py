@@ -22,7 +22,7 @@ from glassengine.program.inputs.observe import OpWatch, Use
 from glassengine.program.inputs.search import Target, Values, made_up, no_inputs
 from glassengine.program.inputs.values import WantedInput, plainest
 from glassengine.program.kinds.example_inputs import MadeUp
-from glassengine.program.loading.exported_file import StoredModule
+from glassengine.program.loading.stored import StoredModule
 from glassengine.program.representation.program import Port, Program
 from glassengine.program.representation.signature import named_inputs
 from glassengine.program.user_code.forward import forward_parameters

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.errors import GlassError, UsageError
+from glassengine.program.loading import quantized_formats
 from glassengine.program.loading.checkpoint_files import (
     model_class_of,
     read_headers,
@@ -27,20 +28,19 @@ from glassengine.program.loading.checkpoint_files import (
     weight_files,
     without_weights,
 )
-from glassengine.program.quantized import bitsandbytes, packed_integers, scaled, torchao
-from glassengine.program.quantized.grid import ELSEWHERE, Grid, Parts, Read, damaged
+from glassengine.program.loading.quantized_grid import ELSEWHERE, Grid, Parts, Read, damaged
 from glassengine.program.user_code.calls import without_bars
 from glassengine.reading.documents import read_document
 
 logger = logging.getLogger("glassengine")
 
 METHODS: dict[str, Callable[[Parts], Read]] = {
-    "gptq": packed_integers.read_gptq,
-    "awq": packed_integers.read_awq,
-    "compressed-tensors": scaled.read_compressed_tensors,
-    "torchao": torchao.read,
-    "fp8": scaled.read_fp8,
-    "bitsandbytes": bitsandbytes.read,
+    "gptq": quantized_formats.read_gptq,
+    "awq": quantized_formats.read_awq,
+    "compressed-tensors": quantized_formats.read_compressed_tensors,
+    "torchao": quantized_formats.read_torchao,
+    "fp8": quantized_formats.read_fp8,
+    "bitsandbytes": quantized_formats.read_bitsandbytes,
 }
 """`quant_method` of config.json -> what reads such a checkpoint."""
 

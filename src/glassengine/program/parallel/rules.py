@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from glassengine.ops.arguments import argument
-from glassengine.ops.table import TABLE
+from glassengine.ops.row import argument
+from glassengine.ops.traits import TABLE
 from glassengine.program.parallel.placements import (
     Local,
     Placed,

@@ -20,7 +20,7 @@ from torch.fx import Node
 from glassengine.errors import UsageError
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import base_name, named
-from glassengine.program.user_code.marks import Mark, is_users
+from glassengine.program.user_code.tracing import Mark, is_users
 from glassengine.sites import ROOT, Site, SiteTable, op_site, port_site, tap_site, with_call
 
 _PLACEMENT = frozenset({"device", "pin_memory", "layout"})  # where, not what: the same on every device

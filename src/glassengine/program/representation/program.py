@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from glassengine.program.kinds.causal_lm import KVLayout
-from glassengine.program.onnx.stored.file import OnnxFile
+from glassengine.program.onnx.file import OnnxFile
 from glassengine.program.user_code.module_state import STATE
 from glassengine.reading.documents import Size
 from glassengine.sites import HasSites, SiteTable

@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 
 from glassengine.errors import CorruptError, UsageError
 from glassengine.program.kinds.causal_lm import KVLayout, State
-from glassengine.program.onnx.stored.file import read_onnx
+from glassengine.program.onnx.file import read_onnx
 from glassengine.program.onnx.translated import TranslatedFile, translate_file, without_data
 from glassengine.program.representation.archive import inert_archive, load_archive
 from glassengine.program.representation.program import GRAPH_LEVEL, OnnxGraph, Port, Program

@@ -30,8 +30,7 @@ from glassengine.errors import UsageError
 from glassengine.recording.formats.debug_tree import FULL, OTHER_PORTS, SUMMARY
 from glassengine.recording.layout.layout import Entry
 from glassengine.sites import ROOT, port_site, with_call
-from glassengine.writing.checksums import crc32
-from glassengine.writing.files import remove_tree, save_safetensors
+from glassengine.writing import crc32, remove_tree, save_safetensors
 
 _SITE = re.compile(r"(?P<path>[^:@]*)(?:@(?P<call>\d+))?(?::(?P<port>\w+)(?P<keys>.*))?", re.DOTALL)
 

@@ -31,7 +31,7 @@ from glassengine.results import Skipped
 from glassengine.stores import objects
 from glassengine.stores.objects import read_range
 from glassengine.stores.places import RemotePath
-from glassengine.writing.files import open_for_torch
+from glassengine.writing import open_for_torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -25,8 +25,7 @@ from glassengine.reading.files import open_regular
 from glassengine.reading.tensors import open_safetensors
 from glassengine.recording.layout.layout import INDEX, Entry
 from glassengine.stores.places import delivered
-from glassengine.writing.checksums import crc32
-from glassengine.writing.files import aside, save_safetensors
+from glassengine.writing import aside, crc32, save_safetensors
 
 _Means = np.typing.NDArray[np.float64]
 

@@ -48,7 +48,7 @@ from glassengine.recording.layout.layout import (
     aligned,
     num_bytes,
 )
-from glassengine.writing.checksums import crc32
+from glassengine.writing import crc32
 
 Array = np.typing.NDArray[Any]
 

@@ -18,7 +18,7 @@ from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource, open_source
 from glassengine.sites import matches, patterns_of
 from glassengine.stores.places import RemotePath, delivered, place
-from glassengine.writing.files import aside
+from glassengine.writing import aside
 
 Format = Literal["pt", "npz", "debug-tree"]
 FORMATS: tuple[Format, ...] = ("pt", "npz", "debug-tree")

@@ -36,7 +36,7 @@ from glassengine.results.notebook import MAX_ROWS, card, needed
 from glassengine.sites import matches
 from glassengine.stores.objects import forget
 from glassengine.stores.places import RemotePath, place, remote
-from glassengine.writing.checksums import crc32
+from glassengine.writing import crc32
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,7 +21,7 @@ from glassengine.recording.layout.layout import STATISTICS, Entry
 from glassengine.recording.layout.records import frame, read_frame
 from glassengine.recording.layout.statistics import LENGTH, NUM_QUANTILES, Sketch
 from glassengine.results import Summary
-from glassengine.writing.files import open_to_append, write_whole
+from glassengine.writing import open_to_append, write_whole
 
 _MAX_BYTES = 1 << 28
 _Key = tuple[int, int, int, str]

@@ -26,7 +26,7 @@ from glassengine.errors import GlassError
 from glassengine.reading.files import read_at
 from glassengine.recording.layout import layout
 from glassengine.recording.layout.shard_files import MAP_FAILED, MMAP, MUNMAP
-from glassengine.writing.checksums import crc32
+from glassengine.writing import crc32
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _MADVISE = _LIBC.madvise

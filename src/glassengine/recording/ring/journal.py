@@ -31,8 +31,7 @@ from glassengine.recording.layout import layout
 from glassengine.recording.layout.layout import LeftOut, Location
 from glassengine.recording.layout.records import left_out_frame, measured_frame
 from glassengine.recording.ring.items import Alias, Copied, Note, RingBlock, RingTensor, Streamed
-from glassengine.writing.checksums import crc32, crc32_of_small
-from glassengine.writing.files import write_all
+from glassengine.writing import crc32, crc32_of_small, write_all
 
 if TYPE_CHECKING:
     from glassengine.recording.ring.ring import Ring

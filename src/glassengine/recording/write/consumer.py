@@ -24,7 +24,7 @@ from glassengine.recording.ring.items import (
 from glassengine.recording.ring.journal import EvictedLog, Movable
 from glassengine.recording.ring.ring import Flag, PinnedCopies, Ring
 from glassengine.recording.write.writer import RecordingWriter
-from glassengine.writing.checksums import crc32, crc32_of_small
+from glassengine.writing import crc32, crc32_of_small
 
 _LOOK_S = 0.1
 # Written at once; what a disk has no room for any more takes the steps of one such batch with it.

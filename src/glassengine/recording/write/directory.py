@@ -15,7 +15,7 @@ from typing import Any
 from glassengine.errors import CorruptError, UsageError
 from glassengine.reading.files import open_regular
 from glassengine.recording.layout import layout, noise_floor
-from glassengine.writing.files import hold, local, write_all
+from glassengine.writing import hold, local, write_all
 
 
 def make_directory(path: Path, overwrite: bool) -> None:

@@ -17,7 +17,7 @@ from glassengine.recording.layout.description import Description, Group, pad_ent
 from glassengine.recording.layout.layout import ALIGNMENT, Location, aligned, shard_name
 from glassengine.recording.write.directory import require_open, require_there
 from glassengine.recording.write.uploads import Uploads
-from glassengine.writing.files import write_all
+from glassengine.writing import write_all
 
 _ZEROS = bytes(ALIGNMENT)
 _SPACES = b" " * (1 << 16)

@@ -25,7 +25,7 @@ from glassengine.recording.layout import layout
 from glassengine.recording.write.directory import is_ours, replaceable
 from glassengine.stores import objects
 from glassengine.stores.places import RemotePath
-from glassengine.writing.files import held, private_directory, remove_tree
+from glassengine.writing import held, private_directory, remove_tree
 
 SHARD_BYTES = 64 << 20
 # While nothing waits to be uploaded, smaller ones are sealed, so that little is left at the end; the more there are,

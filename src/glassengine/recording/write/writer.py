@@ -30,7 +30,7 @@ from glassengine.recording.write.directory import begun, make_directory, manifes
 from glassengine.recording.write.shard import Shards
 from glassengine.recording.write.uploads import SPOOL_BYTES, Spool, Uploads
 from glassengine.stores.places import RemotePath, place
-from glassengine.writing.checksums import crc32
+from glassengine.writing import crc32
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -190,7 +190,7 @@ class PageValues:
 
 def item_of(baseline: Tensor, candidate: Tensor) -> dict[str, Any]:
     """Return what is shown of two tensors of one shape, as values that `plain` makes JSON."""
-    from glassengine.numerics.metrics.distances import error_histogram, tensor_values
+    from glassengine.numerics.distances import error_histogram, tensor_values
 
     return {**vars(tensor_values(baseline, candidate)), "errors": error_histogram(baseline, candidate)}
 

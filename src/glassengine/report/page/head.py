@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from glassengine.reading.files import printable
 from glassengine.report import words
 from glassengine.results import Comparison, Divergence, DriftRow, Pair, QuantizedWeight, Replayed, sentences
-from glassengine.results.prompt import PromptFinding
+from glassengine.results.apart import PromptFinding
 from glassengine.results.stored import Stored
 
 _MOST_ORIGINS = 100
@@ -266,7 +266,7 @@ def _origins(result: Comparison) -> list[tuple[str, ...]]:
     others = [one for one in result.origins if by_place.get(_place(one)) is one and _place(one) != known]
     found = []
     for one in others[:_MOST_ORIGINS]:
-        hint = one.hints[0].text if one.hints else ""
+        hint = one.hints[0].in_words() if one.hints else ""
         level = words.level(one.level or "")
         cells = (str(one.step), level, one.site, one.verdict, one.where or "", one.source or "", hint)
         found.append(tuple(map(printable, cells)))
@@ -499,7 +499,7 @@ def _drift(row: DriftRow) -> tuple[str, ...]:
 
 
 def _weight(one: QuantizedWeight) -> tuple[str, ...]:
-    hints = "; ".join(hint.text for hint in one.hints)
+    hints = "; ".join(hint.in_words() for hint in one.hints)
     return one.name, one.verdict, f"{one.snr_db:.1f}", f"{one.rms_steps:.3g}", hints
 
 

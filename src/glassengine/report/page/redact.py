@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.results import FLAGGED, CaseInputs, Figures, Hint, InputUsed, Pair
-from glassengine.results.prompt import PromptFinding
-from glassengine.results.rollout import RolloutToken
+from glassengine.results.apart import PromptFinding, RolloutToken
 from glassengine.results.stored import OnPair, Stored
 from glassengine.sites import parts_of_line
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import glassengine as glass
-from glassengine.executable.metrics.compilation import compilations
+from glassengine.executable.compilation import compilations
 from glassengine.numerics.verdict import Reference
 from glassengine.plugins.lazy.running import settings
 from glassengine.testing import models

@@ -12,7 +12,7 @@ import torch
 
 import glassengine as glass
 from glassengine.errors import BackendError, GlassError, UnknownNameError
-from glassengine.plugins.serving.ggml.session import LlamaRun
+from glassengine.plugins.serving.ggml.backend import LlamaRun
 from glassengine.plugins.serving.ggml.write import write_gguf
 from glassengine.testing.architectures import FAMILIES
 from glassengine.testing.checkpoints import save_checkpoint

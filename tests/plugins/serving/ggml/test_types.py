@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from glassengine.errors import UsageError
-from glassengine.numerics.quantization.weight_error import judge_weight
+from glassengine.numerics.weight_error import judge_weight
 from glassengine.plugins.serving.ggml.types import BY_NAME, READ_AS, TYPES, dequantized, q4_k, step_of
 
 

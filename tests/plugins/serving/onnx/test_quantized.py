@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from glassengine.errors import CorruptError
 from glassengine.plugins.serving.onnx.quantized import of_experts, of_gather, of_matmul, unpacked
-from glassengine.program.onnx.stored.session import start
+from glassengine.program.onnx.session import start
 
 
 def run(kind: str, inputs: dict[str, Any], weights: dict[str, np.ndarray[Any, Any]], **attributes: Any) -> torch.Tensor:

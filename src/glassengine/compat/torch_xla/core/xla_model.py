@@ -25,13 +25,13 @@ from glassengine.compat.torch_xla.runtime import (
 )
 from glassengine.compat.torch_xla.torch_xla import device, real_devices
 from glassengine.errors import UsageError
-from glassengine.executable.metrics.steps import add_step_closure as add_step_closure
-from glassengine.executable.metrics.steps import is_master_ordinal
-from glassengine.executable.metrics.steps import mark_step as end_step
+from glassengine.executable.steps import add_step_closure as add_step_closure
+from glassengine.executable.steps import is_master_ordinal
+from glassengine.executable.steps import mark_step as end_step
 from glassengine.plugins.lazy.running import fetch, run_pending
 from glassengine.plugins.lazy.settings import Reason
 from glassengine.plugins.lazy.tensor import LazyTensor
-from glassengine.writing.files import open_for_torch
+from glassengine.writing import open_for_torch
 
 T = TypeVar("T")
 

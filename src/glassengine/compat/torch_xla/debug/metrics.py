@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from glassengine.executable.metrics.metrics import metrics, registry, reset_metrics
-from glassengine.executable.metrics.metrics import metrics_report as metrics_report
+from glassengine.executable.counters import metrics, registry, reset_metrics
+from glassengine.executable.counters import metrics_report as metrics_report
 from glassengine.results.metrics import MetricsReport
 
 _COUNTERS = ("CachedCompile", "MarkStep")

@@ -11,13 +11,13 @@ from types import TracebackType
 from typing import Any
 
 from glassengine.errors import GlassError, UsageError
-from glassengine.executable.metrics.steps import is_master_ordinal, mark_step
-from glassengine.executable.profile.profile import Profile
-from glassengine.executable.profile.server import ProfileServer, request_profile
-from glassengine.executable.profile.server import start_server as start_glass_server
-from glassengine.executable.profile.taker import MAX_STEPS
+from glassengine.executable.profile_server import ProfileServer, request_profile
+from glassengine.executable.profile_server import start_server as start_glass_server
+from glassengine.executable.profile_taker import MAX_STEPS
+from glassengine.executable.profiling import Profile
+from glassengine.executable.steps import is_master_ordinal, mark_step
 from glassengine.spans import Trace as Span
-from glassengine.writing.files import next_directory
+from glassengine.writing import next_directory
 
 logger = logging.getLogger("glassengine")
 

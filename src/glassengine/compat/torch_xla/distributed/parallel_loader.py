@@ -9,7 +9,7 @@ from typing import Any
 from glassengine.compat.torch_xla.core.xla_model import send_cpu_data_to_device
 from glassengine.compat.torch_xla.refusals import require_default
 from glassengine.errors import UsageError
-from glassengine.executable.metrics.steps import mark_step
+from glassengine.executable.steps import mark_step
 from glassengine.plugins.lazy.running import run_pending
 
 logger = logging.getLogger("glassengine.lazy")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from glassengine.compat.torch_xla.runtime import global_ordinal
-from glassengine.executable.metrics.metrics import metrics
+from glassengine.executable.counters import metrics
 
 
 def now(format: str = "%H:%M:%S") -> str:

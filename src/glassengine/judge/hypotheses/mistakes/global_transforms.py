@@ -16,7 +16,7 @@ from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import factor_between, is_real
 from glassengine.numerics.float64 import double
 from glassengine.numerics.mask_values import sentinel
-from glassengine.numerics.metrics.orders import called, kind_of_shift, order_between
+from glassengine.numerics.orders import called, kind_of_shift, order_between
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind

@@ -16,7 +16,7 @@ from glassengine.judge.hypotheses.mistakes.tensor_roles import is_of_places, tur
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall, is_real
-from glassengine.numerics.metrics.orders import orders_of
+from glassengine.numerics.orders import orders_of
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind

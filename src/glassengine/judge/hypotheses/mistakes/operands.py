@@ -27,7 +27,7 @@ from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit, factor_between, is_real
 from glassengine.numerics.float64 import double
 from glassengine.numerics.mask_values import is_mask
-from glassengine.numerics.metrics.orders import kind_of_shift
+from glassengine.numerics.orders import kind_of_shift
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
@@ -161,7 +161,9 @@ def _of_two(question: Question, node: Node, a: Node, b: Node) -> Iterator[tuple[
             yield "other", f"{what} is multiplied, not {verb}", one * other, None
         elif name == "mul":
             yield "mask" if _is_of_flags(other) else "scale", f"{what} is not multiplied", one, lost
-            yield "scale", f"{what} is multiplied twice", made * other, None
+            is_root = op_name(origin_of(lost)) == "rsqrt"
+            twice = "the root is missing: 1 / x instead of rsqrt" if is_root else f"{what} is multiplied twice"
+            yield "other" if is_root else "scale", twice, made * other, None
             yield "scale", f"1 + {what} is multiplied, not {what}", made + one, None
             yield "scale", f"{what} - 1 is multiplied, not {what}", made - one, None
             yield "other", f"{what} is added, not multiplied", one + other, None

@@ -21,7 +21,7 @@ from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import FAILS, Edit, factor_between, is_real
 from glassengine.numerics.float64 import retarget, target_of
-from glassengine.numerics.metrics.orders import called, order_between
+from glassengine.numerics.orders import called, order_between
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
 

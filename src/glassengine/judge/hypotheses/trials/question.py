@@ -34,6 +34,14 @@ _LEAST = 3.0
 
 
 @dataclass(frozen=True)
+class TheirRegion:
+    """The candidate's own ops on its own values, and what people call the tensors that they read."""
+
+    trial: Trial
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Question:
     """One op or region that went wrong.
 
@@ -53,6 +61,7 @@ class Question:
         stored: Names of all of the baseline's nodes that are weights.
         kept: Names of the baseline's inputs and buffers that hold what the step before left.
         sources: Name for people of each of `others` -> its node.
+        run_theirs: Computes the candidate's region; None where that is not known.
         full: Name of a node of the piece that is a weight -> its full name.
         model: Every weight of the baseline by its full name.
         named: The baseline's own nodes by name; a piece holds copies of some.
@@ -82,6 +91,14 @@ class Question:
     stored: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
     sources: Mapping[str, str] = field(default_factory=dict)
+    run_theirs: Callable[[], TheirRegion | None] = lambda: None
+
+    @cached_property
+    def there(self) -> TheirRegion | None:
+        """The candidate's region, where it makes the candidate's tensor of what both sides have."""
+        found = self.run_theirs()
+        is_known = found is not None and self.left(found.trial.right) <= _CERTAIN * self._rounding(found.trial.right)
+        return found if is_known else None
 
     @property
     def right(self) -> torch.Tensor:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import EndToEnd
+from glassengine.plugins.quantized.check import untied
 from glassengine.plugins.quantized.effects import Weight, checkpoint_drift, one_by_one, outcome_of, watching
-from glassengine.plugins.quantized.module import untied
 from glassengine.plugins.quantized.result import LEVEL, as_cost, finished
 from glassengine.plugins.serving.check.weights import WeightsFound
 from glassengine.program import Program

@@ -6,7 +6,7 @@
 
 Weights that are the checkpoint's but for their quantization are taken over: what they cost is in the first level, and
 ops are judged on the weights that the engine has. A weight that is a mistake is not: its op is wrong, too. Products
-that round their activations are judged on the rounded ones (`numerics.quantization.activations`).
+that round their activations are judged on the rounded ones (`numerics.activations`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from glassengine.diagnose.ladder.judging import OnStep, judge, kept, severity_co
 from glassengine.diagnose.ladder.levels import start
 from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
-from glassengine.engine.build.checks import check_dtype
-from glassengine.engine.build.checks import check_written as check_arguments
+from glassengine.engine.build.requests import check_dtype
+from glassengine.engine.build.requests import check_written as check_arguments
 from glassengine.errors import UsageError
 from glassengine.judge.cases import Case
 from glassengine.judge.replay.reference import PLAIN, CoarseArithmetic
@@ -42,20 +42,28 @@ from glassengine.judge.sides.recorded import PARTIAL, RecordedOps, dtype_of
 from glassengine.judge.verdict.conclude import findings_of
 from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.judge.verdict.score import Score
-from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
-from glassengine.numerics.quantization.activations import ROUNDOFF
+from glassengine.numerics.activations import ROUNDOFF
+from glassengine.numerics.float64 import ACCUMULATIONS, Accumulation
 from glassengine.plugins.serving.alignment import numbers_of
-from glassengine.plugins.serving.check.aligned import Alignment, arithmetic_of, hidden_kinds, operands_of
 from glassengine.plugins.serving.check.as_stored import AsStored
 from glassengine.plugins.serving.check.literals import not_reached, with_settings
-from glassengine.plugins.serving.check.runs import DEPLOYED, Runs, run_of_encoder, runs_of
+from glassengine.plugins.serving.check.runs import (
+    DEPLOYED,
+    Alignment,
+    Runs,
+    arithmetic_of,
+    hidden_kinds,
+    operands_of,
+    run_of_encoder,
+    runs_of,
+)
 from glassengine.plugins.serving.check.weights import WeightsFound, judge_weights
-from glassengine.plugins.serving.onnx.generator import OWN_LOOP
+from glassengine.plugins.serving.onnx.decoder import OWN_LOOP
 from glassengine.program import load_model
 from glassengine.progress import Progress, Work
 from glassengine.results import Comparison, Divergence, Findings, ResultComparison, Skipped
 from glassengine.serving.protocol import Served, ServedInDtype, ServedWeight, open_served
-from glassengine.writing.files import remove_tree
+from glassengine.writing import remove_tree
 
 
 def check_written(request: CheckRequest, _: Any) -> Comparison:

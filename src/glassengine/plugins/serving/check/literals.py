@@ -51,7 +51,7 @@ def with_settings(
     Args:
         found: Of ops.
         graph: Site of the recording -> its sources and parameters, as `plugins.serving.ggml.child` keeps them, or
-            operator, sources and literals, as `plugins.serving.onnx.facts` does.
+            operator, sources and literals, as `plugins.serving.onnx.held` does.
         config: Of the checkpoint.
         settings: Of the engine.
     """

@@ -2,7 +2,7 @@
 
 What a conversion typically gets wrong is tried on a tensor that is not the checkpoint's: the exchange of rotary pairs
 and halves, the 1 of a norm, a transposition, parts of a fused weight in another order, another type of the same size. A
-quantized tensor is judged by the step of each element (`numerics.quantization.weight_error`).
+quantized tensor is judged by the step of each element (`numerics.weight_error`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from glassengine.judge.hypotheses.mistakes.weights_read import relation
 from glassengine.numerics.judgement import unit_roundoff
-from glassengine.numerics.quantization.weight_error import WeightError, judge_weight
+from glassengine.numerics.weight_error import WeightError, judge_weight
 from glassengine.results import (
     BY_GRID,
     Divergence,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import glassengine as glass
-from glassengine.testing.servers import save_small
+from glassengine.testing.checkpoints import save_small
 
 RECORDED = Path(__file__).parents[4] / "serving_engines" / "recorded"
 

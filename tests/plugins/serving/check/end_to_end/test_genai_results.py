@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from glassengine.plugins.serving.onnx import record
-from glassengine.plugins.serving.onnx.generator import Generated, generated
+from glassengine.plugins.serving.onnx import candidate
+from glassengine.plugins.serving.onnx.decoder import Generated, generated
 from glassengine.results import Comparison
 from glassengine.testing.architectures import FAMILIES
 from glassengine.testing.checkpoints import save_checkpoint
@@ -120,7 +120,7 @@ def test_f79_scores_of_another_run_are_no_values_of_this_one(
         moved = [(one + 2e-8 * largest * noise(one.shape)).astype(np.float32) for one in found.logits]
         return Generated(moved, found.note)
 
-    monkeypatch.setattr(record, "generated", rounded_otherwise)
+    monkeypatch.setattr(candidate, "generated", rounded_otherwise)
     if name == "llama":
         torch.manual_seed(0)
         save_checkpoint(FAMILIES["llama"]().eval(), tmp_path / "checkpoint")
@@ -137,7 +137,7 @@ def test_f79_scores_of_a_wrong_loop_are_wrong_results(tmp_path: Path, monkeypatc
         assert found is not None
         return Generated([one * 1.01 for one in found.logits], found.note)
 
-    monkeypatch.setattr(record, "generated", wrong)
+    monkeypatch.setattr(candidate, "generated", wrong)
     torch.manual_seed(0)
     save_checkpoint(FAMILIES["llama"]().eval(), tmp_path / "checkpoint")
     build_genai(tmp_path / "checkpoint", tmp_path / "genai")

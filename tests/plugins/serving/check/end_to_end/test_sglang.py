@@ -9,7 +9,7 @@ import pytest
 import glassengine as glass
 from glassengine.errors import UsageError
 from glassengine.recording.formats.folders import ServerFolder
-from glassengine.testing.servers import save_small
+from glassengine.testing.checkpoints import save_small
 from tests.serving_engines.sglang_dumps import write_dumper, write_passes
 
 RECORDED = Path(__file__).parents[4] / "serving_engines" / "recorded"

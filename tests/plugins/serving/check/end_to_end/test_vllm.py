@@ -11,7 +11,7 @@ import pytest
 
 import glassengine as glass
 from glassengine.results import Comparison
-from glassengine.testing.servers import save_small
+from glassengine.testing.checkpoints import save_small
 
 RECORDED = Path(__file__).parents[4] / "serving_engines" / "recorded"
 

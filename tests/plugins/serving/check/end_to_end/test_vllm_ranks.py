@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import glassengine as glass
 from glassengine.results import Comparison
-from glassengine.testing.servers import save_small
+from glassengine.testing.checkpoints import save_small
 
 RECORDED = Path(__file__).parents[4] / "serving_engines" / "recorded" / "llama-two_ranks"
 Values = list[dict[str, torch.Tensor]]

@@ -1,1 +1,0 @@
-"""Compares the series of two watched runs."""

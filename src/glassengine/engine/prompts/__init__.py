@@ -1,1 +1,0 @@
-"""Prompts and text: templates, tokenizers, batches."""

@@ -1,1 +1,0 @@
-"""An engine on disk: its manifest, its files, who built it."""

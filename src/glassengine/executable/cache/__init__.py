@@ -1,1 +1,0 @@
-"""The persistent cache of compiled graphs."""

@@ -1,1 +1,0 @@
-"""The captured graph that an executable is compiled from."""

@@ -1,1 +1,0 @@
-"""Counters, times, steps and compilations of this process."""

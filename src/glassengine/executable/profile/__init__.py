@@ -1,1 +1,0 @@
-"""Profiles: taken, served, and read."""

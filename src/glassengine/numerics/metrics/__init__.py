@@ -1,1 +1,0 @@
-"""Measures the distance between two tensors."""

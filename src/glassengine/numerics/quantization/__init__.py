@@ -1,1 +1,0 @@
-"""Measures the effect of quantization on weights and activations."""

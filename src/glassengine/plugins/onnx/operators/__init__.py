@@ -1,1 +1,0 @@
-"""Operators of ONNX by ATen ops and by definitions."""

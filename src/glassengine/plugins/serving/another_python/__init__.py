@@ -1,1 +1,0 @@
-"""A model in the interpreter of another environment: another torch, another transformers."""

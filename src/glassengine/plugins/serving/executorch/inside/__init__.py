@@ -1,1 +1,0 @@
-"""Code for ExecuTorch's interpreter, where this package is missing: it needs ExecuTorch and torch alone."""

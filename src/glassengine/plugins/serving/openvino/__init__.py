@@ -1,1 +1,0 @@
-"""OpenVINO's files of decoders, as OpenVINO GenAI runs them: a cache inside, and names of the traced modules."""

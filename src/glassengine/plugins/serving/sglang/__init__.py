@@ -1,1 +1,0 @@
-"""SGLang, by what its dumpers have written: names of modules that are vLLM's."""

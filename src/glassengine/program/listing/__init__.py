@@ -1,1 +1,0 @@
-"""Stages of a program as text, and what differs between two of them."""

@@ -1,1 +1,0 @@
-"""Operations of a translated ONNX graph: functions, graphs within, and nodes that are run alone."""

@@ -1,1 +1,0 @@
-"""Quantized checkpoints by format: what their files hold, without the packages that made them."""

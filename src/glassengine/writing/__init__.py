@@ -1,1 +1,0 @@
-"""Writes results: places, files that appear whole or not at all, and their checksums."""

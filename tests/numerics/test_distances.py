@@ -1,0 +1,212 @@
+"""Distances in ulp, histograms, slices and patterns: planted differences are found, everything odd is defined."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from glassengine.blocks import pieces
+from glassengine.numerics import distances
+from glassengine.numerics.distances import (
+    error_histogram,
+    pattern_mismatches,
+    slice_maxima,
+    tensor_values,
+    ulp_distance,
+    worst_elements,
+)
+from glassengine.results import ElementDifference, PatternMismatches
+
+FLOATING = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.fixture(params=[64, 1 << 16], ids=["many pieces", "one piece"], autouse=True)
+def block_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "BLOCK_ELEMENTS", request.param)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(*[st.floats(width=32, allow_nan=False, allow_infinity=False)] * 2), min_size=1, max_size=20))
+def test_ulp_are_steps_of_nextafter(values: list[tuple[float, float]]) -> None:
+    b, c = (torch.tensor([pair[side] for pair in values], dtype=torch.float32) for side in (0, 1))
+    got = ulp_distance(b, c)
+    keys = [np.array([pair[side] for pair in values], np.float32).view(np.int32).astype(object) for side in (0, 1)]
+    steps = [abs(x - y) for x, y in zip(*([k if k >= 0 else -(k + 2**31) for k in side] for side in keys), strict=True)]
+    assert (got.max_ulp, got.num_finite) == (max(steps), len(values))
+    assert got.worst_index == ((steps.index(max(steps)),) if max(steps) else None)
+    assert sum(got.histogram) == len(values)
+    for k, count in enumerate(got.histogram):
+        assert count == sum(step.bit_length() == k for step in steps)
+
+
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+def test_neighbors_are_one_apart_in_every_dtype(dtype: torch.dtype) -> None:
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    b = torch.linspace(0.25, 2, 200, dtype=torch.float64).to(dtype)
+    for sign in (1, -1):
+        c = (b.view(bits) + 1).view(dtype).double() * sign
+        got = ulp_distance((b.double() * sign).to(dtype), c.to(dtype))
+        assert (got.max_ulp, got.histogram) == (1, (0, 200))
+    planted = b.clone()
+    planted[77] = (b.view(bits)[77] + 5).view(dtype)
+    assert ulp_distance(b, planted).worst_index == (77,)
+    assert ulp_distance(b, planted).histogram == (199, 0, 0, 1)
+
+
+def test_ulp_of_powers_of_two_without_a_sign() -> None:
+    b = torch.tensor([0.5, 1.0, 4.0])
+    got = ulp_distance(b.to(torch.float8_e8m0fnu), (b * 4).to(torch.float8_e8m0fnu))
+    assert (got.max_ulp, got.histogram) == (2, (0, 0, 3))
+
+
+def test_ulp_across_zero_and_at_the_ends() -> None:
+    tiny = torch.tensor([5e-324], dtype=torch.float64)
+    assert ulp_distance(tiny, -tiny).max_ulp == 2
+    assert ulp_distance(torch.tensor([0.0]), torch.tensor([-0.0])).histogram == (1,)
+    top = torch.tensor([torch.finfo(torch.float64).max], dtype=torch.float64)
+    got = ulp_distance(top, -top)
+    assert got.max_ulp == 2 * 0x7FEFFFFFFFFFFFFF
+    assert got.histogram == (*[0] * 64, 1)
+
+
+def test_ulp_of_what_is_not_finite_empty_or_not_floating() -> None:
+    b = torch.tensor([[math.nan, math.inf, 1.0, math.nan]])
+    got = ulp_distance(b, torch.tensor([[math.nan, -math.inf, 1.0, 2.0]]))
+    assert (got.num_finite, got.num_nonfinite_mismatch, got.max_ulp, got.worst_index) == (1, 2, 0, None)
+    assert ulp_distance(b[:, :1], b[:, :1]).max_ulp is None
+    empty = ulp_distance(torch.empty(0, 3), torch.empty(0, 3))
+    assert (empty.max_ulp, empty.histogram) == (None, ())
+    for other in (torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.bool), torch.zeros(3).half()):
+        with pytest.raises(ValueError, match="one floating dtype"):
+            ulp_distance(torch.zeros(3), other)
+    with pytest.raises(ValueError, match="one floating dtype"):
+        ulp_distance(torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="shapes differ"):
+        ulp_distance(torch.zeros(3), torch.zeros(4))
+
+
+def test_histogram_of_errors() -> None:
+    b = torch.zeros(200)
+    c = torch.zeros(200)
+    c[:4] = torch.tensor([1.0, -1.5, 1.999, 2.0])
+    c[190:] = 2.0**-140
+    c[100], c[101], b[101] = math.nan, math.inf, math.inf
+    got = error_histogram(b, c)
+    assert got.counts == {-140: 10, 0: 3, 1: 1}
+    assert (got.num_zero, got.num_nonfinite_mismatch) == (185, 1)
+    assert json.dumps(got.to_dict())
+    assert error_histogram(torch.tensor([True, False]), torch.tensor([7, 0])).counts == {2: 1}
+    assert error_histogram(torch.empty(0), torch.empty(0)).counts == {}
+    assert error_histogram(torch.tensor([1 + 0j]), torch.tensor([1 + 4j])).counts == {2: 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.int64])
+def test_maxima_of_every_slice(dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    b = (torch.randn(3, 17, 11, generator=g) * 50).to(dtype)
+    c = (torch.randn(11, 17, 3, generator=g) * 50).to(torch.float64).permute(2, 1, 0)
+    error = np.abs(c.numpy() - b.double().numpy())
+    got = slice_maxima(b, c)
+    assert [(found.axis, found.size, found.step) for found in got] == [(0, 3, 1), (1, 17, 1), (2, 11, 1)]
+    for axis, found in enumerate(got):
+        others = tuple(i for i in range(3) if i != axis)
+        assert found.maxima == tuple(error.max(axis=others).tolist())
+        assert found.worst_index == int(np.unravel_index(error.argmax(), error.shape)[axis])
+
+
+def test_a_planted_channel_stands_out() -> None:
+    b = torch.zeros(4, 30, 8)
+    c = b.clone()
+    c[:, :, 5] += 1
+    c[2, 7, 3] = math.nan
+    batch, token, channel = slice_maxima(b, c)
+    assert channel.maxima == (0, 0, 0, math.inf, 0, 1, 0, 0)
+    assert (batch.worst_index, token.worst_index, channel.worst_index) == (2, 7, 3)
+    assert json.dumps(channel.to_dict())
+
+
+def test_slices_of_nothing_of_scalars_and_of_long_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert slice_maxima(torch.tensor(1.0), torch.tensor(2.0)) == ()
+    rows, columns = slice_maxima(torch.empty(0, 3), torch.empty(0, 3))
+    assert (rows.maxima, rows.worst_index, columns.maxima) == ((), None, (0, 0, 0))
+    assert slice_maxima(torch.tensor([True, True]), torch.tensor([True, False]))[0].maxima == (0, 1)
+    monkeypatch.setattr(distances, "_MAX_SLICES", 100)
+    c = torch.zeros(1001)
+    c[777] = 2
+    (found,) = slice_maxima(torch.zeros(1001), c)
+    assert (found.step, len(found.maxima), found.worst_index) == (11, 91, 770)
+    with pytest.raises(ValueError, match="shapes differ"):
+        slice_maxima(torch.zeros(2), torch.zeros(3))
+
+
+def test_planted_patterns() -> None:
+    b = torch.ones(30, 10)
+    assert pattern_mismatches(b, b * 2) == PatternMismatches(300, 0, 0, 0, None, None, None)
+    c = b.clone()
+    c[3, 4] = -1
+    c[20, 1:3] = 0
+    b[29, 9] = torch.finfo(torch.float32).min
+    c[28, 0] = math.inf
+    got = pattern_mismatches(b, c)
+    assert (got.num_sign, got.num_zero, got.num_sentinel) == (1, 2, 2)
+    assert (got.sign_index, got.zero_index, got.sentinel_index) == ((3, 4), (20, 1), (28, 0))
+
+
+def test_sentinels_are_those_of_the_dtype_of_each_side() -> None:
+    b = torch.tensor([torch.finfo(torch.float32).min, -math.inf, 1.0, 6e4])
+    c = torch.tensor([torch.finfo(torch.bfloat16).min, -3e38, 1.0, 6e4], dtype=torch.bfloat16)
+    assert pattern_mismatches(b, c).num_sentinel == 0
+    # 60000 is a large number in float32 and next to the largest in float16.
+    assert pattern_mismatches(b, c.half()).num_sentinel == 1
+    given_value = pattern_mismatches(torch.tensor([-1e9, 5.0]), torch.tensor([-1e9, -1e9]).bfloat16(), sentinels=[-1e9])
+    assert (given_value.num_sentinel, given_value.num_sign, given_value.sentinel_index) == (1, 0, (1,))
+
+
+def test_patterns_of_integers_bools_nan_and_nothing() -> None:
+    got = pattern_mismatches(torch.tensor([1, -2, 0, 3]), torch.tensor([1.0, 2.0, 5.0, math.nan]))
+    assert (got.num_sign, got.num_zero, got.num_sentinel) == (1, 1, 0)
+    assert pattern_mismatches(torch.tensor([True, False]), torch.tensor([True, True])).num_zero == 1
+    assert pattern_mismatches(torch.tensor([0.0]), torch.tensor([-0.0])).num_zero == 0
+    assert pattern_mismatches(torch.empty(0), torch.empty(0)).num_elements == 0
+    with pytest.raises(ValueError, match="complex"):
+        pattern_mismatches(torch.zeros(1, dtype=torch.complex64), torch.zeros(1))
+
+
+def told(found: tuple[ElementDifference, ...]) -> list[tuple[tuple[int, ...], float, float]]:
+    return [(one.index, one.baseline, one.candidate) for one in found]
+
+
+def test_the_worst_elements_come_with_both_values() -> None:
+    x = torch.zeros(2, 3, 4)
+    y = x.clone()
+    y[1, 2, 3], y[0, 1, 0], y[0, 0, 0] = 5.0, -7.0, math.nan
+    x[1, 0, 0] = y[1, 0, 0] = math.nan
+    found = told(worst_elements(x, y))
+    assert [one[0] for one in found] == [(0, 0, 0), (0, 1, 0), (1, 2, 3)] and found[1][1:] == (0.0, -7.0)
+    assert told(worst_elements(torch.tensor(1), torch.tensor(3))) == [((), 1, 3)]
+    assert worst_elements(torch.ones(0), torch.ones(0)) == ()
+    assert told(worst_elements(torch.tensor([True]), torch.tensor([False]))) == [((0,), 1, 0)]
+    assert told(worst_elements(torch.tensor([1j]), torch.tensor([2j]))) == [((0,), 1, 2)]
+    # Of many that are as large, the first twelve.
+    assert [one.index for one in worst_elements(torch.zeros(99), torch.ones(99))] == [(n,) for n in range(12)]
+    assert worst_elements(torch.tensor([math.inf, -0.0]), torch.tensor([math.inf, 0.0])) == ()
+
+
+def test_an_axis_shows_the_head_that_is_wrong() -> None:
+    x = torch.randn(2, 4, 600, generator=torch.Generator().manual_seed(0))
+    y = x.clone()
+    y[:, 3] += 1e-3
+    found = tensor_values(x, y)
+    heads = found.axes[1].maxima
+    assert heads[:3] == (0.0, 0.0, 0.0) and heads[3] > 9e-4
+    assert found.axes[2].step == 3 and len(found.axes[2].maxima) == 200
+    assert found.ulp is not None and found.ulp.histogram[0] == 3600
+    assert tensor_values(x, y.double()).ulp is None
+    with pytest.raises(ValueError, match="shape"):
+        tensor_values(x, y[0])
