@@ -23,7 +23,7 @@ from torch.fx import Node
 from glassengine.judge.graphs.between import ancestors, down, passes_on
 from glassengine.judge.hypotheses.mistakes.activations import activations
 from glassengine.judge.hypotheses.mistakes.arguments import as_theirs, same_op, usual
-from glassengine.judge.hypotheses.mistakes.candidate_ops import another_op, one_for_several
+from glassengine.judge.hypotheses.mistakes.candidate_ops import another_op
 from glassengine.judge.hypotheses.mistakes.catalog import DESCRIBED, FAMILIES, Family
 from glassengine.judge.hypotheses.mistakes.fitted_constants import fitted_constants, origin_in
 from glassengine.judge.hypotheses.mistakes.layouts import missing_rotation, reshaped
@@ -307,8 +307,7 @@ def rank_of(family: Callable[..., Any], hint: Hint) -> Rank:
         return Rank.NEARLY if is_described or hint.kind == "other" else Rank.FITS
     if is_described:
         return Rank.DESCRIBED
-    is_another = family in (another_op, one_for_several) and hint.kind == "other"
-    return Rank.DONE if is_another else Rank.SETTLED
+    return Rank.DONE if family is another_op and hint.kind == "other" else Rank.SETTLED
 
 
 def as_certain(question: Question, family: Callable[..., Any], hint: Hint) -> Hint:

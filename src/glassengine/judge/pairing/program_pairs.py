@@ -119,17 +119,20 @@ class ProgramPairs:
         One wrong weight is a mistake; several are another layer. Of a weight that is read in several passes, a larger
         share of its readers is another pass: it counts as several.
         """
-        above = self._made_of[node.name]
-        fewer: list[tuple[float, int, int]] = []
+        above, once = self._made_of[node.name], 0
+        shared: list[tuple[float, int, int]] = []
         for ours, theirs in self._readers:
-            share, several = (above & ours).bit_count() / ours.bit_count(), ours.bit_count() > 1
-            if share < 1:
-                fewer.append((share * theirs.bit_count(), theirs, MOST_FOREIGN + 1 if several else 1))
-        made_of = {name: self.tensors.ancestors[name] for name in names}
-        return {
-            name: sum(number for most, theirs, number in fewer if (above & theirs).bit_count() > most)
-            for name, above in made_of.items()
-        }
+            share, is_shared = (above & ours).bit_count() / ours.bit_count(), ours.bit_count() > 1
+            if not share and not is_shared and theirs.bit_count() == 1:
+                once |= theirs
+            elif share < 1:
+                shared.append((share * theirs.bit_count(), theirs, MOST_FOREIGN + 1 if is_shared else 1))
+        found = {}
+        for name in names:
+            made_of = self.tensors.ancestors[name]
+            others = sum(number for most, theirs, number in shared if (made_of & theirs).bit_count() > most)
+            found[name] = (made_of & once).bit_count() + others
+        return found
 
     @cached_property
     def _readers(self) -> list[tuple[int, int]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +46,8 @@ from glassengine.results import (
 )
 from glassengine.sites import Site
 
+_LABEL = re.compile(r"\S+\.\d+")
+"""What a hint calls one tensor, in one pass of a loop."""
 _MOST_ALIKE = 4
 """Layers that are asked whether they are written like the wrong one."""
 _EXPLAINS = 0.8
@@ -95,7 +99,7 @@ def findings_of(
         found = sorted(soft.divergences[score.side.level], key=lambda d: (d.step, order[d.node or ""]))
         found = [_with_observer_effect(divergence, verdicts) for divergence in found]
         found = [_with_ops_left_out(score, program, divergence) for divergence in found]
-        found = [with_lines(as_written(score, program, divergence)) for divergence in found]
+        found = _joined([with_lines(as_written(score, program, divergence)) for divergence in found])
         origins += found
         levels.append(_level(score, program, found, severity.get(score.side.level), verdicts[score.side.level]))
     origins = grouped(with_proofs(origins, program), program)
@@ -188,6 +192,32 @@ def _folded(score: Score, program: Program) -> set[str]:
         for node in program.graph.nodes
         if node.name in names and node.users and all(u.name in inside and _is_layer(u) for u in node.users)
     }
+
+
+def _joined(found: Sequence[Divergence]) -> list[Divergence]:
+    """Return the divergences of a side; the first says what is wrong in its line: what most passes of it show.
+
+    What is proven of one op is not the mistake where other ops of its line are wrong as well.
+    """
+    if not found or not found[0].source or not any(hint.proven for hint in found[0].hints[:1]):
+        return list(found)
+    first = found[0]
+    own = (first.step, first.source, first.site.rpartition("/")[0])
+    alike: dict[str, list[Hint]] = {}
+    for one in found:
+        module, _, op = one.site.rpartition("/")
+        if one.hints and (one.step, one.source, module) == own:
+            alike.setdefault(op.partition(".")[0], []).append(one.hints[0])
+    said = []
+    for hints in alike.values():
+        kinds = Counter(_LABEL.sub("", hint.text) for hint in hints)
+        said.append(next(hint for hint in hints if _LABEL.sub("", hint.text) == kinds.most_common(1)[0][0]))
+    if said == [first.hints[0]]:
+        return list(found)
+    if len(said) > 1:
+        text = "; and ".join(hint.in_words() for hint in said)
+        said[0] = dataclasses.replace(said[0], text=text, proven=True, evidence="tried", change=None, line=None)
+    return [dataclasses.replace(first, hints=(said[0], *first.hints[1:])), *found[1:]]
 
 
 def main_of(scores: Sequence[Score]) -> Score:

@@ -17,6 +17,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from difflib import SequenceMatcher
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ _OF_PLACES = frozenset({"index", "start", "end", "step", "length"})
 """Arguments that a line may calculate: a number in `x[i - 1]` is a part of one."""
 _OF_SHAPES = frozenset({"reshape", "view", "expand", "repeat", "flatten", "unflatten", "transpose", "permute", "size"})
 """Functions whose whole numbers are sizes and axes: none of them is a number of another op on the line."""
+_ALIKE = 0.7
+"""Share of the characters that two versions of a line have in common."""
 _LEAST_AXES = 3
 """Two numbers beside each other are found in many lines."""
 _DIVISIONS = (torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar)
@@ -80,29 +83,45 @@ def line_of_reader(
     readers = [one for one in program.graph.nodes if one.name in names]
     if node.name != divergence.node and node.name not in counterparts:
         # An op inside of a region, which the candidate does not have.
-        ours, theirs = (
-            Counter(op.target for op in ops) for ops in _regions(baseline, program, counterparts, divergence)
-        )
-        return source_line(readers[0], depth_of(node)) if readers and ours[node.target] > theirs[node.target] else None
-    if not any(counterparts.get(source.name) == there for source in node.all_input_nodes):
+        ours, theirs = ([op.target for op in ops] for ops in _regions(baseline, program, counterparts, divergence))
+        if ours.count(node.target) <= theirs.count(node.target):
+            return None
+    elif any(counterparts.get(source.name) == there for source in node.all_input_nodes):
+        made = next((origin_of(one) for one in program.graph.nodes if one.name == there), None)
+        readers = [one for one in readers if any(origin_of(source) is made for source in one.all_input_nodes)]
+    else:
         return None
-    made = next((origin_of(one) for one in program.graph.nodes if one.name == there), None)
-    reader = next((one for one in readers if any(origin_of(source) is made for source in one.all_input_nodes)), None)
-    return None if reader is None else source_line(reader, depth_of(node))
+    line = _changed(baseline, program, source_line(node))
+    return line or (source_line(readers[0], min(map(depth_of, (node, readers[0])))) if readers else None)
+
+
+def _changed(baseline: Program, program: Program, line: str | None) -> str | None:
+    """Return the line of a program that is most like one of the baseline's, which it does not have; None without it."""
+    ours, theirs = (
+        {site.source: parts[2] for site in one.sites if site.kind == "op" and (parts := parts_of_line(site.source))}
+        for one in (baseline, program)
+    )
+    code, known = (parts_of_line(line) or ("", 0, ""))[2], set(ours.values())
+    ratios = {
+        source: SequenceMatcher(None, code, other).ratio() for source, other in theirs.items() if other not in known
+    }
+    best = max(ratios, key=lambda source: ratios[source], default=None)
+    return best if code not in theirs.values() and best is not None and ratios[best] >= _ALIKE else None
 
 
 def _regions(
     baseline: Program, program: Program, counterparts: Mapping[str, str], divergence: Divergence
 ) -> tuple[list[Node], list[Node]]:
-    """Return the ops of both sides that compute what differs, between the tensors that both have."""
-    ours, theirs = (
-        [op for node in graph.nodes if node.name == name for op in region_of(node, known)[0] if not passes_on(op)]
-        for graph, name, known in (
-            (baseline.graph, divergence.node, set(counterparts)),
-            (program.graph, counterparts[divergence.node or ""], set(counterparts.values())),
-        )
-    )
-    return ours, theirs
+    """Return the ops of both sides that compute what differs, between the tensors that both have.
+
+    The candidate has none where what goes in has taken the place of what comes out.
+    """
+    here = next(node for node in baseline.graph.nodes if node.name == divergence.node)
+    there = next(node for node in program.graph.nodes if node.name == counterparts[here.name])
+    ours, ends = region_of(here, counterparts)
+    is_input = any(counterparts[end.name] == there.name for end in ends)
+    theirs = [] if is_input else region_of(there, set(counterparts.values()))[0]
+    return [op for op in ours if not passes_on(op)], [op for op in theirs if not passes_on(op)]
 
 
 def line_of_added_op(

@@ -1,4 +1,4 @@
-"""Ops of the candidate: instead of an op of the baseline, instead of several, or done to a tensor as well."""
+"""Ops of the candidate: instead of an op of the baseline, or done to a tensor as well."""
 
 from __future__ import annotations
 
@@ -65,28 +65,6 @@ def another_op(question: Question) -> Iterator[Hypothesis]:
             if len(tensors_of(question.trial, node)) == number and not passes_on(node) and not are_products:
                 text = f"{_named(node, theirs)} in the candidate"
                 yield Hypothesis(kind_of_op(node, theirs), text, {node: edit})
-
-
-def one_for_several(question: Question) -> Iterator[Hypothesis]:
-    """Yield: one op of the candidate stands for several at the end of the piece: a softmax for an activation, say."""
-    trial, end = question.trial, question.trial.end
-    given = {source for _, source in tensors_of(trial, end)}
-    replaced = [node for node in trial.ops if not passes_on(node)]
-    for theirs in question.theirs:
-        done, number = _called_with(theirs)
-        if number != 1 or passes_on(theirs) or theirs.target is end.target:
-            continue
-        for source in [*trial.inputs, *trial.ops[:-1]]:
-            value = trial.tensor(source)
-            if source in given or value is None or value.shape != question.right.shape:
-                continue
-            first = next((node for node in replaced if source in node.all_input_nodes), end)
-
-            def edit(call: TrialCall, value: Tensor = value, done: Callable[..., Any] = done) -> Any:
-                return _first_of(done([value]), call)
-
-            text = f"{op_name(first)} and what follows in the baseline, {op_name(theirs)} in the candidate"
-            yield Hypothesis(kind_of_op(first, theirs), text, {end: edit})
 
 
 def _named(node: Node, theirs: Node) -> str:

@@ -52,7 +52,6 @@ _BY_SCORE: dict[float, tuple[Family, ...]] = {
         operations.variances,
         arguments.usual,
         candidate_ops.another_op,
-        candidate_ops.one_for_several,
     ),
     0.94: (layouts.neighbors, layouts.missing_rotation, layouts.reshaped, layouts.fused),
     0.93: (

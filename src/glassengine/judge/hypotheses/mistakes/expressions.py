@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import origin_of, passes_on
+from glassengine.judge.graphs.between import origin_of, passes_on, up
 from glassengine.judge.hypotheses.mistakes.argument_words import kind_of_op
+from glassengine.judge.hypotheses.mistakes.global_transforms import missing_ops
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, called, shown
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Trial
@@ -29,22 +30,33 @@ def expressions(question: Question) -> Iterator[Hypothesis]:
     if there is None:
         return
     ours, theirs = (_made(one) for one in (trial, there.trial))
+    new = {op: v for op, v in theirs.items() if not any(_is_same(v, one, question.noise) for one in ours.values())}
     ends = origin_of(trial.end), origin_of(there.trial.end)
+    for node in trial.inputs:  # something is done to it first
+        for other in new:
+            read = {there.labels.get(one.name) for one in up(other) if one.op == "placeholder"}
+            is_read_alike = {one.target for one in node.users} & {one.target for one in other.users}
+            if question.label(node) in read and is_read_alike:
+                yield from _instead(question, node, trial.values[node], other, theirs[other])
     for node, value in ours.items():
         if any(_is_same(value, other, question.noise) for other in theirs.values()):
             continue
-        for other, found in theirs.items():
-            if (
-                (node, other) == ends
-                or found.shape != value.shape
-                or found.dtype.is_floating_point != value.dtype.is_floating_point
-            ):
-                continue
-            if not any(_is_same(found, one, question.noise) for one in ours.values()):
-                text = (
-                    f"{written(node, question.labels)} in the baseline, {written(other, there.labels)} in the candidate"
-                )
-                yield Hypothesis(kind_of_op(node, other), text, {node: found})
+        for other in (*new, *there.trial.inputs):
+            # What goes in may come out; a region is what it makes, which is said of one op alone.
+            is_end = other is ends[1] and (len(theirs) > 1 or len(other.all_input_nodes) > 1)
+            if node is not ends[0] or not (is_end or other.op == "placeholder"):
+                yield from _instead(question, node, value, other, there.trial.values[other])
+
+
+def _instead(question: Question, node: Node, value: Any, other: Node, found: Any) -> Iterator[Hypothesis]:
+    is_alike = isinstance(value, Tensor) and isinstance(found, Tensor) and found.shape == value.shape
+    if is_alike and question.there and found.is_floating_point() == value.is_floating_point():
+        here, there = written(node, question.labels), written(other, question.there.labels)
+        text = f"{here} in the baseline, {there} in the candidate"
+        if other.op == "placeholder":
+            is_passed_on = there in {question.label(one) for one in up(node)}
+            text = missing_ops(_ops(node), there) if is_passed_on else f"{there} instead of {here}"
+        yield Hypothesis(kind_of_op(next(iter(_ops(node)), node), other), text, {node: found})
 
 
 def _made(trial: Trial) -> dict[Node, Tensor]:

@@ -52,12 +52,12 @@ def another_tensor(question: Question) -> Iterator[Hypothesis]:
         if isinstance(value, Tensor) and value.shape == question.actual.shape:
             if name in inputs:
                 # What goes in comes out.
-                yield Hypothesis(_kind_of_all(question, name), _missing(trial.ops, name), {end: value})
+                yield Hypothesis(_kind_of_all(question, name), missing_ops(trial.ops, name), {end: value})
             else:
                 yield Hypothesis("stale", f"it is {name}", {end: double(value)})
 
 
-def _missing(ops: Sequence[Node], name: str) -> str:
+def missing_ops(ops: Sequence[Node], name: str) -> str:
     """Return that ops are missing, so that what they read takes the place of what they make."""
     names = list(dict.fromkeys(op_name(op) for op in ops if not passes_on(op)))
     if not names:

@@ -139,6 +139,9 @@ def left_out(question: Question) -> Iterator[Hypothesis]:
 def _of_two(question: Question, node: Node, a: Node, b: Node) -> Iterator[tuple[Kind, str, Tensor, Node | None]]:
     """Yield (kind, words, what is made, what is not read) where one of two operands is left out, or taken otherwise."""
     name, made = op_name(node), question.trial.values[node]
+    ours, theirs = ([op.target for op in ops].count(node.target) for ops in (question.trial.ops, question.theirs))
+    # The candidate reads something there.
+    is_read = theirs >= ours and all(len(op.all_input_nodes) == 2 for op in question.theirs if op.target == node.target)
     for kept, lost in ((a, b), (b, a)):
         one, other = question.trial.values[kept], question.trial.values[lost]
         # A condition that is multiplied is no number that could be added.
@@ -150,12 +153,17 @@ def _of_two(question: Question, node: Node, a: Node, b: Node) -> Iterator[tuple[
             yield "mask", f"the mask is not added: {what}", one, lost
         elif traits_of(node).kind == "term":
             if not is_sum and kept is b:
-                yield "other", f"it is not subtracted from {what}", -one, lost
+                yield (
+                    "other",
+                    f"zeros instead of {what}" if is_read else f"it is not subtracted from {what}",
+                    -one,
+                    lost,
+                )
                 continue
             verb, reverse = ("added", "subtracted") if is_sum else ("subtracted", "added")
             is_bias = is_sum and (is_stored(question, lost) or other.dim() < made.dim())
             kind: Kind = "stale" if is_of_before(question, lost) else "bias missing" if is_bias else "other"
-            yield kind, f"{what} is not {verb}", one, lost
+            yield kind, f"zeros instead of {what}: it is not {verb}" if is_read else f"{what} is not {verb}", one, lost
             yield "scale", f"{what} is {verb} twice", made + other if is_sum else made - other, None
             yield "scale", f"{what} is {reverse}, not {verb}", one - other if is_sum else one + other, None
             yield "other", f"{what} is multiplied, not {verb}", one * other, None
