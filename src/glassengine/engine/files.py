@@ -224,7 +224,7 @@ def save_weights(weights: Mapping[str, torch.Tensor], path: Path, *, same: Path 
     Args:
         weights: The tensors.
         path: New file.
-        same: File in which the same tensors are already, and which nobody else keeps.
+        same: File that has these tensors already, and that lives as long as the new one.
     """
     if same is not None:
         with contextlib.suppress(OSError):  # another file system, or one without links
