@@ -9,10 +9,14 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+import transformers
 
 import glassengine as glass
 from glassengine.cli.main import main
 from glassengine.errors import IncomparableError, UsageError
+from glassengine.rollouts.check import compare
+from glassengine.rollouts.samples import Rollout
+from glassengine.rollouts.trainer import Trainer
 from glassengine.schemas import schema
 from tests.rollouts.planted import FAMILIES, PAIRS, SINGLE, TINY, Plant, generate, model_of, outcome, plant, prompts
 
@@ -93,3 +97,32 @@ def test_most_planted_causes_come_first(family: str, capsys: pytest.CaptureFixtu
         result = found[one.name].found
         is_rounding = one.name in ("nothing", "bfloat16", "head in bfloat16", "rounded values")
         assert (result.found in ("none", "rounding")) == is_rounding, (one.name, result.in_words())
+
+
+def test_causes_of_part_of_the_responses_are_named(tiny: Any) -> None:
+    samples = [*generate(tiny, prompts(2), new=12), *generate(tiny, prompts(4)[2:], new=12, temperature=0.7)]
+    found = compare(Trainer(tiny, {}), Rollout("planted", samples), lambda token: None)
+    assert [(one.setting, one.value) for one in found.causes] == [("temperature", "0.7")]
+    assert "in 2 of 4 responses" in found.causes[0].text
+
+
+def test_values_of_a_few_decimals_are_rounding_and_zeros_alone_are_refused(tiny: Any) -> None:
+    samples = generate(tiny, prompts(2), new=12, reports=lambda values: (values.double() * 1000).round() / 1000)
+    found = compare(Trainer(tiny, {}), Rollout("planted", samples), lambda token: None)
+    assert found.found == "rounding" and [one.value for one in found.causes] == ["rounded to 3 decimals"]
+    zeros = generate(tiny, prompts(1), new=4, reports=torch.zeros_like)
+    with pytest.raises(IncomparableError, match="reports 0"):
+        compare(Trainer(tiny, {}), Rollout("planted", zeros), lambda token: None)
+
+
+@pytest.mark.parametrize("family", ["Mamba", "Gemma2"])
+def test_families_without_other_kernels_of_attention(family: str) -> None:
+    sizes = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "initializer_range": 0.3}
+    more: dict[str, Any] = {"state_size": 4} if family == "Mamba" else {"num_attention_heads": 2, "head_dim": 16}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**sizes, **more, num_key_value_heads=2, intermediate_size=64)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    given = [[token % 250 + 3 for token in prompt] for prompt in prompts(3)]
+    samples = generate(model, given, new=12, temperature=0.6)
+    found = compare(Trainer(model, {}), Rollout("planted", samples), lambda token: None)
+    assert [(one.setting, one.value) for one in found.causes] == [("temperature", "0.6")]

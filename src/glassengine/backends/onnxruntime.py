@@ -50,6 +50,7 @@ class OnnxRuntimeBackend(OnnxBackend):
         devices=("cpu", "cuda"),
         own_kernels=True,
         native_code=False,
+        batch_invariant=True,
     )
 
     def options(self, program: Program) -> dict[str, Any]:

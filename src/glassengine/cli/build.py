@@ -115,14 +115,7 @@ def command(
         raise UsageError("--visualize_network needs a directory", hint="--artifacts DIR, or DEBUG_ARTIFACTS_DIR=DIR")
     if out_directory is not None and output is not None:
         raise UsageError("the output directory is given twice", got=f"{out_directory} and {output}")
-    if batch_invariant and backend not in (None, _INVARIANT):
-        raise UsageError(
-            "rows of this back-end depend on the number of rows",
-            got=f"--backend {backend}",
-            expected=_INVARIANT,
-            hint=f"--backend {_INVARIANT}; glass check ENGINE --invariant batch says by how much",
-        )
-    backend = _INVARIANT if batch_invariant else backend
+    backend = backend or (_INVARIANT if batch_invariant else None)
     options: dict[str, Any] = {
         "backend": backend,
         "device": device,
@@ -137,6 +130,7 @@ def command(
         "artifacts": artifacts,
         "tensor_parallel": tensor_parallel,
         "pipeline_parallel": pipeline_parallel,
+        "batch_invariant": batch_invariant,
     }
     directory = out_directory or output
     if dry_run:
@@ -176,8 +170,9 @@ def _print_engine(engine: glass.Engine, artifacts: Path | None, proof: BatchProo
     out.print(f"built {engine.directory} with {manifest.backend}, {manifest.dtype}{ranks}")
     _print_outputs(manifest.added_outputs)
     if proof is not None:
-        # The back-end needs no other kernels for it.
-        price = "it is the plain engine, and costs what that costs" if proof.ok else "glass check says where"
+        plain = "it is the plain engine, and costs what that costs"
+        price = plain if manifest.backend == _INVARIANT else "its attention is products of matrices"
+        price = price if proof.ok else f"glass check {engine.directory} --invariant batch says where"
         out.print(f"  batch invariant: {'yes' if proof.ok else 'NO'}: {proof.in_words()}; {price}")
     for name, reason in manifest.left_out.items():
         out.print(f"  left out {name}: {reason}")

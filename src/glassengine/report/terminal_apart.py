@@ -156,7 +156,7 @@ def invariance(result: Invariance) -> RenderableType:
 
 
 def _variation(one: Variation) -> Iterator[Text]:
-    yield Text(f"\n{one.what}: {one.variant or one.reason}", style="bold")
+    yield Text(f"\n{one.what}: {one.variant or one.reason or one.verdict}", style="bold")
     if one.first is not None:
         begins = "the difference begins in" if one.first.inputs_equal else "the first difference is seen in"
         yield Text(f"  {begins} {one.first.in_words()}")

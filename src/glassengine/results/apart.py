@@ -215,6 +215,7 @@ class RolloutComparison(Result):
         """Return the answer in a sentence."""
         rest = f"the rest ({self.rest:.0%}) is {self.rest_is}"
         told = "; ".join(f"{one.text} ({one.share:.0%} of the gap)" for one in self.causes)
+        told += "; they cancel in part" if any(one.share < 0 for one in self.causes) else ""
         if self.found == "none":
             return "engine and trainer report the same log-probabilities"
         if self.found == "rounding":

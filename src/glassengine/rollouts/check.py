@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from glassengine import environment
-from glassengine.errors import UsageError
+from glassengine.errors import IncomparableError, UsageError
 from glassengine.program import LoadedModel, load_model
 from glassengine.results import Comparison, Findings, Policy, ResultComparison, Verdict
 from glassengine.results.apart import RolloutCause, RolloutComparison, RolloutToken
@@ -29,6 +30,8 @@ _MOST_TOKENS, _MOST_LOGITS = 512, 1 << 24
 """Of the search."""
 _MOST_WORST, _MOST_POINTS = 8, 600
 _HELPS = 0.95
+_APART = 8.0
+"""Least gap of a response that differs, over rounding, where other responses do not differ."""
 _LEAST_SHARE, _LEAST_REST, _MOST_REST = 0.01, 0.002, 0.5
 _VERDICTS: dict[str, Verdict] = {"none": "identical", "rounding": "rounding", "unknown": "suspicious"}
 
@@ -104,7 +107,14 @@ def compare(
     """
     base = RolloutSettings(temperature=temperature or given.temperature or 1.0)
     gap = Gap(trainer, _searched(given.samples, trainer.vocab_size), base)
+    if not gap.tokens.engine.nan_to_num(0.0).any():
+        raise IncomparableError(
+            "the engine reports 0 for all tokens, so that its log-probabilities say nothing",
+            got="log-probabilities of a greedy choice, or values that were never filled in",
+            hint='ask vLLM for "raw_logprobs"; other engines for those before sampling',
+        )
     floor = precision.floor(gap, base)
+    gap, where = _of_others(gap, base, floor)
     first = base
     if trainer.gates and any(one.routes is not None for one in gap.samples):
         forced = base.but(routes="file")
@@ -116,10 +126,12 @@ def compare(
     found = search(gap, base, first, floor, is_tight)
     rest = precision.judge(gap, found.settings, engine_dtype)
     causes, left = _causes(gap, found, base, rest)
+    causes = tuple(replace(one, text=one.text + where) for one in causes)
     if rest.dtype is None and left > _MOST_REST:
         # What leaves most of a gap does not explain it, and may only look like it.
         causes, left = (), 1.0
-    return _result(trainer, given, base, causes, left, rest, gap, found, text_of, engine_dtype)
+    result = _result(trainer, given, base, causes, left, rest, gap, found, text_of, engine_dtype)
+    return result if causes else replace(result, rest_is=result.rest_is + where)
 
 
 def _searched(samples: Sequence[Sample], vocab_size: int) -> list[Sample]:
@@ -133,6 +145,22 @@ def _searched(samples: Sequence[Sample], vocab_size: int) -> list[Sample]:
         found.append(one)
         number += len(one.response)
     return found
+
+
+def _of_others(gap: Gap, base: RolloutSettings, floor: float) -> tuple[Gap, str]:
+    """Return the gap of the responses that differ by more than rounding, where others do not, and which in words.
+
+    New weights may come between two responses.
+    """
+    d = (gap.tokens.engine - gap.values(base)).abs()
+    sizes = [len(one.response) for one in gap.samples]
+    each = [float(part[part.isfinite()].mean()) for part in torch.split(d, sizes)]
+    others = [one for one, size in zip(gap.samples, each, strict=True) if not size <= 2 * floor]
+    least = min((size for size in each if not size <= 2 * floor), default=0.0)
+    if len(others) in (0, len(each)) or not least > _APART * floor:
+        return gap, ""
+    where = f", in {len(others)} of {len(each)} responses: the others differ by rounding alone"
+    return Gap(gap.trainer, others, base), where
 
 
 def _causes(
@@ -201,7 +229,9 @@ def _result(
         kind = "none"
     elif mistakes:
         kind = "mistake"
-    elif not mistakes and rest.is_between and engine_dtype is None:
+    elif causes and left <= _LEAST_REST:
+        kind = "rounding"
+    elif rest.is_between and engine_dtype is None:
         kind = "unknown"
     elif rest.dtype is None:
         kind = "unexplained"
@@ -269,11 +299,15 @@ def _in_words(rest: PrecisionGap, gap: Gap, settings: RolloutSettings) -> str:
                 " in it, unless the file has the routes"
             )
         return f"rounding in {rest.dtype}{own}"
-    size = ", ".join(f"{ratio:.3g} times that of {name}" for name, ratio in rest.ratios.items())
+    named = sorted(rest.ratios.items(), key=lambda one: -one[1])
+    sizes = [f"{ratio:.3g} times that of {name}" for name, ratio in named]
     if rest.is_between:
+        above = sum(ratio > 1 for _, ratio in named)
+        size = " and ".join(sizes[max(above - 1, 0) : above + 1])
         return (
             f"between rounding in two dtypes (its size is {size}): a part of the engine in fewer digits would make it"
         )
+    size = sizes[-1]
     why = "it leans to one side, as rounding does not" if rest.leans else f"its size is {size}"
     return f"not rounding ({why}), and no change that was tried explains it{_shape(gap, settings)}"
 

@@ -20,6 +20,8 @@ _LEAST = 0.5
 """Smallest size of a gap that is rounding in a dtype with fewer digits than the trainer's."""
 _MOST_LEAN = 5.0
 """Most standard errors that rounding leans to one side, or along the log-probability."""
+_REPORTED = 2.0**-22
+"""Error of a log-probability that an engine computes in float32, from float32 logits."""
 _ORDER = ("float32", "float16", "bfloat16")
 
 
@@ -66,15 +68,16 @@ def judge(gap: Gap, settings: RolloutSettings, engine_dtype: str | None) -> Prec
     rest, own = (gap.tokens.engine - plain)[known], (plain - exact)[known]
     ratios: dict[str, float] = {}
     variants = {dtype: settings.but(dtype=dtype) for dtype in _ORDER}
-    if gap.trainer.dtype == "float32" and settings.cache is None:
+    if gap.trainer.dtype == "float32" and settings.cache is None and gap.trainer.keeps_keys:
         variants |= {f"{dtype} of keys and values": settings.but(cache=dtype) for dtype in _ORDER[1:]}
     for dtype, variant in variants.items():
         rounded = gap.values(variant)[known] - exact[known]
         rounded = rounded[rounded.isfinite()]
-        size = math.hypot(_size(rounded, is_free), _size(own, is_free))
+        size = math.hypot(_size(rounded, is_free), _size(own, is_free), _REPORTED)
         ratios[dtype] = _size(rest, is_free) / size if size else (0.0 if not rest.any() else math.inf)
     own_dtype = gap.trainer.dtype if gap.trainer.dtype in _ORDER else _ORDER[0]
-    leans = _lean(rest, plain[known]) > _MOST_LEAN and ratios[own_dtype] > 1
+    # Kernels may round to one side in float32, and no mistake is that small.
+    leans = _lean(rest, plain[known]) > _MOST_LEAN and ratios[own_dtype] > (_MOST if own_dtype == "float32" else 1)
     # The trainer's own first: of a trainer in bfloat16, an engine in float32 differs as much as one in bfloat16.
     order = [own_dtype, *(dtype for dtype in ratios if dtype != own_dtype)]
     fitting = [dtype for dtype in order if engine_dtype in (None, dtype) and _fits(dtype, own_dtype, ratios)]
@@ -91,8 +94,11 @@ def judge(gap: Gap, settings: RolloutSettings, engine_dtype: str | None) -> Prec
 def floor(gap: Gap, settings: RolloutSettings) -> float:
     """Return the mean gap that rounding in the trainer's own dtype makes between two engines."""
     own, exact = gap.values(settings), gap.values(settings.but(dtype="float64"))
-    found = (own - exact)[own.isfinite() & exact.isfinite()].abs()
-    return math.sqrt(2) * float(found.mean()) if len(found) else 0.0
+    known = own.isfinite() & exact.isfinite()
+    if not known.any():
+        return 0.0
+    own, exact = own[known], exact[known]
+    return max(math.sqrt(2) * float((own - exact).abs().mean()), _REPORTED)
 
 
 def _fits(dtype: str, own: str, ratios: dict[str, float]) -> bool:

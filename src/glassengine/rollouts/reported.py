@@ -12,6 +12,7 @@ from torch import Tensor
 from glassengine.rollouts.samples import Sample
 from glassengine.rollouts.settings import RolloutSettings
 
+_MOST_DECIMALS = 5
 Heated = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Rank of each token, its log-probability, sums of probabilities in order; probabilities that decide, their sums."""
 
@@ -35,6 +36,12 @@ class Tokens:
         sizes = [len(one.response) for one in samples]
         self.sample_of = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(sizes))
         self._before: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @property
+    def decimals(self) -> int | None:
+        """Digits after the point that all values have at most; None where they have more than a file is cut to."""
+        values = self.engine[self.engine.isfinite()]
+        return next((n for n in range(1, _MOST_DECIMALS + 1) if bool((values == values.round(decimals=n)).all())), None)
 
     def before(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return (row, token, count) of what each response holds before each place; count 0: only the prompt has it."""
@@ -160,6 +167,8 @@ def _of_kind(found: Tensor, kind: str) -> Tensor:
         return found / math.log(10)
     if kind == "probability":
         return found.exp()
+    if kind.endswith("decimals"):
+        return found.round(decimals=int(kind.split()[2]))
     if kind.startswith("rounded"):
         dtype = torch.bfloat16 if kind.endswith("bfloat16") else torch.float16
         return found.to(dtype).double()

@@ -63,11 +63,13 @@ def search(
     """
     states: list[RolloutSettings] = [first]
     alike: tuple[RolloutSettings, ...] = ()
+    # Of all tensors some one has the direction of what rounding did.
+    has_scales = not is_rounding(first)
     for number in range(_MOST_CAUSES):
         best = gap.loss(states[0])
         if best <= 1.5 * floor or (number and is_rounding(states[0])):
             break
-        tries = {one for state in states for one in _tries(gap, state, start)}
+        tries = {one for state in states for one in _tries(gap, state, start, has_scales)}
         kept: dict[frozenset[str], RolloutSettings] = {}
         for one in sorted(tries, key=lambda one: (max(gap.loss(one), floor), _rank(one, start))):
             kept.setdefault(frozenset(changed(one, start)), one)
@@ -110,7 +112,7 @@ def _pruned(gap: Gap, found: RolloutSettings, start: RolloutSettings, floor: flo
     return found
 
 
-def _tries(gap: Gap, state: RolloutSettings, start: RolloutSettings) -> Iterator[RolloutSettings]:
+def _tries(gap: Gap, state: RolloutSettings, start: RolloutSettings, has_scales: bool) -> Iterator[RolloutSettings]:
     """Yield settings with one more change, or two where each alone hides the other."""
     known = changed(state, start)
 
@@ -132,7 +134,10 @@ def _tries(gap: Gap, state: RolloutSettings, start: RolloutSettings) -> Iterator
             if joint:
                 yield min(joint, key=gap.loss)
     yield from (one for changes in _runs(gap) for one in new(**changes))
-    yield from (one for changes in _scaled(gap, state) for one in new(**changes))
+    if gap.tokens.decimals is not None:
+        yield from new(kind=f"rounded to {gap.tokens.decimals} decimals")
+    if has_scales:
+        yield from (one for changes in _scaled(gap, state) for one in new(**changes))
 
 
 def _runs(gap: Gap) -> Iterator[dict[str, Any]]:
@@ -144,8 +149,10 @@ def _runs(gap: Gap) -> Iterator[dict[str, Any]]:
     yield from ({"quantized": how} for how in ("fp8", "int8", "int4"))
     for dtype in ("bfloat16", "float16"):
         if dtype != trainer.dtype:
-            yield from ({"head": dtype}, {"cache": dtype})
-    yield from ({"attention": name} for name in ("eager", "sdpa"))
+            yield {"head": dtype}
+            if trainer.keeps_keys:
+                yield {"cache": dtype}
+    yield from ({"attention": name} for name in trainer.kernels)
     yield {"batch": 1}
     if trainer.gates and any(one.routes is not None for one in gap.samples):
         yield {"routes": "file"}
@@ -189,6 +196,8 @@ def _scaled(gap: Gap, state: RolloutSettings) -> Iterator[dict[str, Any]]:
         factor = 1 + max(-0.9, min(3.0, steps[name]))
         best = _golden(_scaled_loss(gap, state, name), factor - 0.3, factor + 0.3, 7)
         near = round(best, 2)
+        if near <= 0:
+            continue
         yield {"scale": (name, best)}
         yield {"scale": (name, near)}
 

@@ -140,7 +140,7 @@ def in_words(name: str, value: Any) -> str:
     if name == "scale":
         return f"{value[0]} is {value[1]:.4g} times the checkpoint's"
     if name == "config":
-        return f"{value[0]} is {value[1]:g}"
+        return f"{value[0]} is {value[1]:g}" if value[1] else f"{value[0]} is left out"
     number = f"{value:.4g}" if isinstance(value, float) else str(value)
     if name == "order":
         return f"the temperature is applied {'after' if value.endswith('last') else 'before'} tokens are left out"

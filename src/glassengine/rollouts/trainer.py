@@ -12,11 +12,17 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from glassengine.errors import IncomparableError, UsageError, first_line
+from glassengine.program.kinds.causal_lm import cache_argument
 from glassengine.rollouts.samples import Sample
 from glassengine.rollouts.settings import RolloutSettings
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _MOST_COPIES = 4
+_CAPS = {
+    "the soft cap of logits": "final_logit_softcapping",
+    "the soft cap of attention": "attn_logit_softcapping",
+}
+"""Setting that an engine may leave out -> what configurations and modules call it."""
 _NOT_QUANTIZED = ("embed", "wte", "wpe", "head", "router", "gate.weight")
 
 
@@ -59,6 +65,23 @@ class Trainer:
         """Token that batches are padded with."""
         found = self.config.pad_token_id
         return 0 if found is None else int(found)
+
+    @property
+    def kernels(self) -> list[str]:
+        """Attention kernels that the model has beside its own; none of a recurrence."""
+        found = []
+        for name in ("eager", "sdpa"):
+            if name != self._attention:
+                with contextlib.suppress(ValueError, ImportError):
+                    self.module.set_attn_implementation(name)
+                    found.append(name)
+        self.module.set_attn_implementation(self._attention)
+        return found
+
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether what it keeps for the next token are keys and values."""
+        return cache_argument(self.module) == "past_key_values"
 
     def prompt(self, one: Sample, how: str) -> list[int]:
         """Return what an engine reads in place of the prompt."""
@@ -259,12 +282,15 @@ def _quantize(module: nn.Module, how: str) -> None:
 
 
 @contextlib.contextmanager
-def _configured(module: nn.Module, name: str, value: float) -> Iterator[None]:
+def _configured(module: Any, name: str, value: float) -> Iterator[None]:
     """Change a setting of all modules that have it, for a while."""
     before: list[tuple[Any, str, Any]] = []
     one: Any
-    for one in module.modules():
-        if name == "the theta of RoPE" and isinstance(getattr(one, "inv_freq", None), Tensor):
+    for one in (module.config.get_text_config(decoder=True), *module.modules()):
+        if (cap := _CAPS.get(name)) is not None and isinstance(getattr(one, cap, None), float):
+            before.append((one, cap, getattr(one, cap)))
+            setattr(one, cap, None)
+        elif name == "the theta of RoPE" and isinstance(getattr(one, "inv_freq", None), Tensor):
             size = len(one.inv_freq)
             before.append((one, "inv_freq", one.inv_freq))
             one.inv_freq = (value ** -(torch.arange(size, dtype=torch.float64) / size)).float()
@@ -283,10 +309,12 @@ def _configured(module: nn.Module, name: str, value: float) -> Iterator[None]:
             setattr(one, key, old)
 
 
-def configurations(module: nn.Module) -> Iterator[tuple[str, float]]:
+def configurations(module: Any) -> Iterator[tuple[str, float]]:
     """Yield settings of a model that engines often have otherwise."""
     parts = list(module.modules())
     if any(isinstance(getattr(one, "inv_freq", None), Tensor) for one in parts):
         yield from (("the theta of RoPE", value) for value in (1e4, 5e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7))
         yield from (("the factor of RoPE's positions", value) for value in (2.0, 4.0, 8.0, 32.0))
+    config = module.config.get_text_config(decoder=True)
+    yield from ((name, 0.0) for name, cap in _CAPS.items() if getattr(config, cap, None))
     yield from (("the epsilon of norms", value) for value in (1e-3, 1e-5, 1e-6, 1e-8))

@@ -18,7 +18,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from glassengine import environment
 from glassengine.backends.inductor import backend as inductor
 from glassengine.backends.inductor.backend import InductorBackend
-from glassengine.backends.inductor.rewrites import MARK, of_one_token, one_token_shapes, with_grouped_queries
+from glassengine.backends.inductor.rewrites import (
+    MARK,
+    of_one_token,
+    one_token_shapes,
+    with_grouped_queries,
+    with_plain_attention,
+)
 from glassengine.backends.protocol.io import read_io
 from glassengine.judge.graphs.flat import with_values
 from glassengine.program.export.export import export_causal_lm, export_module
@@ -360,3 +366,15 @@ def test_a_mask_of_bools_in_a_graph_of_a_snapshot() -> None:
     grouped = with_grouped_queries(program.exported)
     assert grouped is not program.exported
     torch.testing.assert_close(run(program, grouped, given), right)
+
+
+@pytest.mark.parametrize("family", ["shared by 2", "sliding"])
+def test_attention_as_products_has_the_same_values(family: str) -> None:
+    program = exported(FAMILIES[family])
+    plain = with_plain_attention(with_grouped_queries(program.exported))
+    assert not plain.graph.find_nodes(op="call_function", target=ATTENTION)
+    own = [node.name for node in plain.graph.nodes if MARK not in node.name]
+    assert own == [node.name for node in program.graph.nodes]
+    given = inputs(program, batch=2, sequence=3, start=4, length=8, pad=2)
+    for found, wanted in zip(run(program, plain, given), run(program, program.exported, given), strict=True):
+        torch.testing.assert_close(found, wanted)

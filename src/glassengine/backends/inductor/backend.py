@@ -25,9 +25,16 @@ import torch
 
 from glassengine import environment
 from glassengine.accelerators import require_device
-from glassengine.backends.inductor.rewrites import node_of, of_one_token, one_token_shapes, with_grouped_queries
+from glassengine.backends.inductor.rewrites import (
+    node_of,
+    of_one_token,
+    one_token_shapes,
+    with_grouped_queries,
+    with_plain_attention,
+)
 from glassengine.backends.inductor.settings import flags_in_effect, read_flags, use_private_directory
 from glassengine.backends.protocol.backend import (
+    BATCH_INVARIANT,
     Availability,
     Capabilities,
     GraphFunction,
@@ -147,6 +154,7 @@ class InductorBackend:
         devices=("cpu", "cuda"),
         compiles_slowly=True,
         collectives=True,
+        batch_invariant=True,
     )
 
     def available(self) -> Availability:
@@ -172,7 +180,8 @@ class InductorBackend:
                 )
 
         exported, is_on_cpu = exported_on(program, device_of(program)), device_of(program) == "cpu"
-        compile_package(with_grouped_queries(exported) if is_on_cpu else exported, _PACKAGE)
+        exported = with_grouped_queries(exported) if is_on_cpu else exported
+        compile_package(with_plain_attention(exported) if program.metadata.get(BATCH_INVARIANT) else exported, _PACKAGE)
         is_outside = is_on_cpu and not self.keeps_weights(program)
         # A profile takes the spans of kernels for those of one package.
         has_spans = self.options(program)["cpp.enable_kernel_profile"]

@@ -143,6 +143,18 @@ def with_grouped_queries(exported: ExportedProgram) -> ExportedProgram:
     return rebuilt(exported, graph, exported.graph_signature.output_specs)
 
 
+def with_plain_attention(exported: ExportedProgram) -> ExportedProgram:
+    """Return the program with attention as products of matrices, in which no row depends on the size of the batch.
+
+    The kernel divides a step of few tokens among threads, by another rule where the batch has one row.
+    """
+    graph = copied_graph(exported.graph)
+    for node in graph.find_nodes(op="call_function", target=_ATTENTION):
+        _write_out(graph, node)
+    graph.lint()
+    return rebuilt(exported, graph, exported.graph_signature.output_specs)
+
+
 def node_of(name: str) -> str:
     """Return the name of the node of the program that a node of the compiled graph is a part of."""
     return name.partition(MARK)[0]
@@ -179,6 +191,32 @@ def _group(graph: Graph, node: Node, masks: dict[tuple[Node, int], Node]) -> boo
     # It keeps its name, which outputs and recordings go by.
     node.target, node.args, node.kwargs = target, (result, *dims), {}
     return True
+
+
+def _write_out(graph: Graph, node: Node) -> None:
+    arguments = _arguments(node)
+    if arguments is None:
+        return
+    query, keys, values, mask = arguments
+    dtype = query.meta["val"].dtype
+    scale = node.kwargs.get("scale") or float(query.meta["val"].shape[-1]) ** -0.5
+    with graph.inserting_before(node):
+        # The kernel adds in float32 as well.
+        query, keys, values = (
+            _call(graph, node, "wide", _aten.to.dtype, part, torch.float32) if dtype.itemsize < 4 else part
+            for part in (query, keys, values)
+        )
+        scaled = _call(graph, node, "scaled", _aten.mul.Tensor, query, scale)
+        turned = _call(graph, node, "turned", _aten.transpose.int, keys, -2, -1)
+        scores = _call(graph, node, "scores", _aten.matmul.default, scaled, turned)
+        if mask is not None and mask.meta["val"].dtype == torch.bool:
+            scores = _call(graph, node, "masked", _aten.where.ScalarOther, mask, scores, -math.inf)
+        elif mask is not None:
+            scores = _call(graph, node, "masked", _aten.add.Tensor, scores, mask)
+        shares = _call(graph, node, "shares", _aten._safe_softmax.default, scores, -1)
+        result = _call(graph, node, "result", _aten.matmul.default, shares, values)
+    # It keeps its name, which outputs and recordings go by.
+    node.target, node.args, node.kwargs = _aten.to.dtype, (result, dtype), {}
 
 
 def _arguments(node: Node) -> tuple[Node, Node, Node, Node | None] | None:

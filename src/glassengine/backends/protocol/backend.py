@@ -23,6 +23,8 @@ LARGEST = "largest"
 """Key of a program's metadata while it is built: dynamic size -> the largest that the engine will be given.
 
 Only back-ends that plan for it need to look."""
+BATCH_INVARIANT = "batch_invariant"
+"""Key of a program's metadata while it is built: whether no row may depend on the rest of its batch."""
 
 Run = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
 Weights = Mapping[str, torch.Tensor]
@@ -49,6 +51,7 @@ class Capabilities:
             it, or says that he trusts it.
         compiles_slowly: Whether to compile takes longer than to start a process that compiles.
         collectives: Whether a program may have collectives of torch among its ops, which ranks of an engine meet in.
+        batch_invariant: Whether it can build so that no row depends on the rest of its batch (`BATCH_INVARIANT`).
     """
 
     dtypes: tuple[str, ...]
@@ -60,6 +63,7 @@ class Capabilities:
     native_code: bool = True
     compiles_slowly: bool = False
     collectives: bool = False
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)

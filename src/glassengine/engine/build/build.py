@@ -28,7 +28,7 @@ from torch import nn
 
 from glassengine import environment
 from glassengine.backends.protocol.backend import TakingModels
-from glassengine.backends.registry import choose_backend, choose_device, find_backend
+from glassengine.backends.registry import backends_that, choose_backend, choose_device, find_backend
 from glassengine.engine import files
 from glassengine.engine.build.artifacts import ArtifactWriter
 from glassengine.engine.build.plan import BuildPlan, BuildSettings, plan_build
@@ -97,6 +97,7 @@ class BuildOptions(TypedDict, total=False):
     artifacts: str | Path | None
     tensor_parallel: int
     pipeline_parallel: int
+    batch_invariant: bool
     progress: Progress
 
 
@@ -131,6 +132,7 @@ def build(
     artifacts: str | Path | None = None,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
+    batch_invariant: bool = False,
     progress: Progress = silent,
 ) -> Engine | BuildPlan:
     """Build an engine and load it.
@@ -165,6 +167,8 @@ def build(
             its folder `encoder`. A dry run writes none.
         tensor_parallel: Ranks that share each layer; each holds its part of the weights.
         pipeline_parallel: Stages, each with layers of its own; as many ranks each as share a layer.
+        batch_invariant: Use only kernels whose rows do not depend on the rest of the batch;
+            `glassengine.commands.prove_batch_invariant` proves it.
         progress: Called with an event when a stage begins.
 
     Raises:
@@ -174,6 +178,14 @@ def build(
     add_output, passes = patterns_of(add_output, "add_output"), patterns_of(passes, "passes")
     mesh = mesh_for(tensor_parallel, pipeline_parallel)
     chosen, note = choose_backend(backend, for_onnx=is_onnx(model))
+    if batch_invariant and not chosen.capabilities.batch_invariant:
+        able = backends_that(lambda one: one.capabilities.batch_invariant)
+        raise UsageError(
+            f"rows of back-end {chosen.name!r} depend on their number: its libraries have other kernels for few rows",
+            got="--batch-invariant",
+            expected=[f"--backend {name}" for name in able],
+            hint="glass check ENGINE --invariant batch says how much they differ",
+        )
     device = choose_device(chosen, device)
     is_object = isinstance(model, nn.Module)
     target = place(output_dir) if output_dir is not None else None if is_object else default_directory(str(model))
@@ -229,6 +241,7 @@ def build(
         reloadable=checkpoint is not None and not trust_remote_code and not passes,
         notes=(note,) if note else (),
         quantize=quantize,
+        batch_invariant=batch_invariant,
     )
     if note:
         logger.warning("%s", note)

@@ -46,6 +46,7 @@ class BuildSettings:
     notes: tuple[str, ...] = ()
     device: str = "cpu"
     quantize: str | None = None
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)

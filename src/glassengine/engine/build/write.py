@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from glassengine import environment
-from glassengine.backends.protocol.backend import LARGEST, Backend, TakingModels
+from glassengine.backends.protocol.backend import BATCH_INVARIANT, LARGEST, Backend, TakingModels
 from glassengine.backends.protocol.io import DEVICE
 from glassengine.backends.registry import choose_backend
 from glassengine.engine import files
@@ -135,7 +135,8 @@ def for_compiler(program: Program, settings: BuildSettings) -> Program:
     length = settings.max_seq_len or 1
     sizes = {"batch": settings.max_batch_size, "cache": length, "sequence": length}
     largest = sizes if program.layout is not None else {}
-    return dataclasses.replace(program, metadata={**program.metadata, LARGEST: largest, DEVICE: settings.device})
+    asked = {LARGEST: largest, DEVICE: settings.device, BATCH_INVARIANT: settings.batch_invariant}
+    return dataclasses.replace(program, metadata={**program.metadata, **asked})
 
 
 def _options(settings: BuildSettings) -> dict[str, Any]:
