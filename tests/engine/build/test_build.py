@@ -27,7 +27,7 @@ from glassengine.engine.build import build as beside
 from glassengine.engine.build.build import build_program, default_directory
 from glassengine.engine.build.plan import BuildPlan, BuildSettings, plan_build
 from glassengine.engine.build.requests import parse_request
-from glassengine.engine.build.write import Made
+from glassengine.engine.build.write import BuiltParts
 from glassengine.errors import BackendError, CorruptError, UnknownNameError, UsageError
 from glassengine.program import Program, export_program, load_model
 from glassengine.testing import models
@@ -547,7 +547,7 @@ def built(modules: Program, folder: Path, workers: Callable[..., Any], monkeypat
     monkeypatch.setattr(EagerBackend, "build", lambda *given: (here.append(given[-1]), build(*given))[1])
     with beside.compiled_beside(modules, "eager") as compiled:
         assert compiled is not None
-        return build_program(modules, folder / "release", backend="eager", made=Made(compiled)), here
+        return build_program(modules, folder / "release", backend="eager", made=BuiltParts(compiled)), here
 
 
 def in_process(function: Callable[[Any], Any], count: int) -> InProcess:

@@ -26,7 +26,7 @@ from glassengine.diagnose.ladder.op_by_op import op_by_op
 from glassengine.diagnose.ladder.step_by_step import require_no_memory
 from glassengine.engine import files
 from glassengine.engine.build.build import build_program, compiled_beside
-from glassengine.engine.build.write import Made
+from glassengine.engine.build.write import BuiltParts
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import ParallelEngine
 from glassengine.engine.run.member import mesh_of, part_of
@@ -130,7 +130,7 @@ def add_built(
             engine = build_program(climb.built, folder / "engine", backend=backend, outputs=observed, **sizes)
             _add_observable(climb, engine, observed)
         progress(Work.BUILDING_RELEASE.says("building the release engine"))
-        made = Made(compiled, weights)
+        made = BuiltParts(compiled, weights)
         release = build_program(climb.built, folder / "release", backend=backend, made=made, **sizes)
     if release.manifest.added_outputs:
         raise GlassError("the release engine has debug outputs", got=str(release.manifest.added_outputs))

@@ -40,8 +40,8 @@ from glassengine.engine.build.requests import (
     require_agreement,
 )
 from glassengine.engine.build.write import (
-    NOTHING,
-    Made,
+    NO_PARTS,
+    BuiltParts,
     about_build,
     check_mesh,
     for_compiler,
@@ -314,7 +314,7 @@ def build_program(
     overwrite: bool = False,
     byte_budget: int | None = None,
     mesh: Mesh | None = None,
-    made: Made = NOTHING,
+    made: BuiltParts = NO_PARTS,
 ) -> Engine:
     """Build an engine from a program that is already exported, and load it.
 
@@ -384,7 +384,7 @@ def _build(
     encoder_artifacts: ArtifactWriter | None = None,
     progress: Progress = silent,
     mesh: Mesh | None = None,
-    made: Made = NOTHING,
+    made: BuiltParts = NO_PARTS,
 ) -> Engine:
     with files.written_aside(target, overwrite=settings.overwrite) as aside:
         if encoder is not None:

@@ -48,7 +48,7 @@ logger = logging.getLogger("glassengine")
 
 
 @dataclass(frozen=True)
-class Made:
+class BuiltParts:
     """Parts of an engine that exist before it is built.
 
     Attributes:
@@ -60,7 +60,7 @@ class Made:
     weights: Path | None = None
 
 
-NOTHING = Made()
+NO_PARTS = BuiltParts()
 
 
 def write_engine(
@@ -72,7 +72,7 @@ def write_engine(
     artifacts: ArtifactWriter | None = None,
     *,
     has_encoder: bool = False,
-    made: Made = NOTHING,
+    made: BuiltParts = NO_PARTS,
     progress: Progress = silent,
 ) -> None:
     """Compile a program and write everything that an engine consists of.
