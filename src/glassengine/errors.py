@@ -64,7 +64,7 @@ class UsageError(GlassError):
     exit_status = 2
 
 
-_FEW = 8  # names that are all listed where none is near
+_FEW = 12  # names that are all listed where none is near
 
 
 class UnknownNameError(UsageError):

@@ -30,6 +30,8 @@ _MOST_TOKENS, _MOST_LOGITS = 512, 1 << 24
 """Of the search."""
 _MOST_WORST, _MOST_POINTS = 8, 600
 _HELPS = 0.95
+_FOREIGN = 2.0
+"""Nats that engine and trainer differ by, in the root of the mean square, where they have nothing in common."""
 _APART = 8.0
 """Least gap of a response that differs, over rounding, where other responses do not differ."""
 _LEAST_SHARE, _LEAST_REST, _MOST_REST = 0.01, 0.002, 0.5
@@ -324,6 +326,8 @@ def _shape(gap: Gap, settings: RolloutSettings) -> str:
         return ""
     if len(early) and len(late) and float(early.median()) > 3 * float(late.median()):
         return "; it fades along the response, as where the engine read another prompt or template"
+    if float(d.square().mean().sqrt()) > _FOREIGN:
+        return "; so large a gap another checkpoint or tokenizer would make"
     if float((d > 0).double().mean()) > 0.98:
         return "; the engine calls all tokens likelier, as where tokens are left out of the sum"
     if float(d.abs().max()) > 100 * float(d.abs().median()):

@@ -65,9 +65,17 @@ def test_changes_that_engines_do_not_support_are_refused(tmp_path: Path) -> None
         glass.check_invariant(engine, invariant=["batch"])
 
 
+def test_other_back_ends_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="depend on their number"):
+        glass.build(Layers(mixes=False), tmp_path / "engine", backend="eager", inputs=INPUTS, batch_invariant=True)
+
+
 @pytest.mark.slow
-def test_a_batch_invariant_engine_gives_rows_the_bits_that_they_have_alone(root: Path, tmp_path: Path) -> None:
-    glass.build(root / "examples/tiny-llama", tmp_path / "engine", backend="onnxruntime")
+@pytest.mark.parametrize("backend", ["onnxruntime", "inductor"])
+def test_a_batch_invariant_engine_gives_rows_the_bits_that_they_have_alone(
+    backend: str, root: Path, tmp_path: Path
+) -> None:
+    glass.build(root / "examples/tiny-llama", tmp_path / "engine", backend=backend, batch_invariant=True)
     proof = prove_batch_invariant(tmp_path / "engine")
     assert proof.ok and proof.num_batches == 200 and proof.num_rows > 200
     found = glass.check_invariant(tmp_path / "engine", invariant="all")

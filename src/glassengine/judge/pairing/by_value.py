@@ -185,6 +185,9 @@ class Counterparts:
             return CandidateTensor(result)
         if not all(value.is_floating_point() for value in predicted):
             return self._same_choice(node, predicted)
+        if not any(bool(value.isfinite().any()) for value in predicted):
+            # NaN is like all NaN.
+            return self._known.same_op(node) or self._known.proposal(node)
         return self._closest(node, predicted)
 
     def _same_choice(self, node: Node, predicted: Values) -> CandidateTensor | None:

@@ -24,7 +24,7 @@ from glassengine.results import Comparison
 from glassengine.results.sentences import differences
 
 INSIDE = Path(__file__).parent / "inside"
-_INTERPRETER = Interpreter("the model's environment", "torch", "glassengine_recorder", INSIDE)
+_INTERPRETER = Interpreter("PyTorch", "torch", "glassengine_recorder", INSIDE, "--against")
 
 
 def check_against(request: CheckRequest, python: str) -> Comparison:

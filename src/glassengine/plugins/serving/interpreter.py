@@ -34,12 +34,14 @@ class Interpreter:
         package: What is imported of it.
         module: Of ours, that runs there: `main()` reads a request from standard input.
         folder: Where that lies.
+        flag: That names the interpreter.
     """
 
     engine: str
     package: str
     module: str
     folder: Path
+    flag: str = "--python"
 
     def start(self, python: str | Path | None, request: Mapping[str, Any]) -> None:
         """Run the module on a request.
@@ -52,7 +54,7 @@ class Interpreter:
             UsageError: The interpreter is not there, or does not have the engine.
             BackendError: The engine failed or crashed.
         """
-        hint = f"--python VENV/bin/python, of the environment in which {self.engine} is installed"
+        hint = f"{self.flag} VENV/bin/python, of an environment that has {self.engine}"
         given = Path(python) if python is not None else Path(sys.executable)
         if not given.is_file():
             raise UsageError("no such interpreter", got=str(given), hint=hint)
