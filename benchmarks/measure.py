@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import keep, surroundings
-from glassengine.numerics.measure import measure
+from glassengine.numerics.distances import measure
 from glassengine.numerics.tolerance import tolerance
 
 ELEMENTS = 1 << 25

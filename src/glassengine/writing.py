@@ -24,6 +24,10 @@ from glassengine.stores.places import RemotePath, place
 if TYPE_CHECKING:
     import torch
 
+try:
+    from zlib_ng.zlib_ng import crc32 as crc32
+except ImportError:  # where it was not installed along; the values are the same
+    from zlib import crc32 as crc32
 
 with contextlib.suppress(ImportError):  # Windows has none
     import fcntl
@@ -299,13 +303,6 @@ def write_all(file: io.FileIO | int, buffers: Sequence[bytes | memoryview]) -> N
             written -= view.nbytes
             position += 1
 
-
-try:
-    from zlib_ng.zlib_ng import crc32
-except ImportError:  # where it was not installed along; the values are the same
-    from zlib import crc32
-
-__all__ = ["crc32", "crc32_joined", "crc32_of_small", "document_checksum"]
 
 # Up to here neither library lets go of the interpreter lock.
 _LOCKED_BYTES = 5 << 10

@@ -18,8 +18,9 @@ import torch
 from onnx import TensorProto, helper
 
 import glassengine as glass
-from glassengine.engine.manifest import FILE, checksum_of
+from glassengine.engine.manifest import FILE
 from glassengine.testing.checkpoints import save_checkpoint
+from glassengine.writing import document_checksum
 from tests.fuzz import kinds
 from tests.trust.test_stored_names import arguments, called, changed, factory, keyed
 
@@ -92,7 +93,7 @@ class Hand:
             for path, content in contents.items()
         ]
         del data["checksum"], data["seal"]
-        (target / FILE).write_text(json.dumps(data | {"checksum": checksum_of(data), "seal": "0" * 64}))
+        (target / FILE).write_text(json.dumps(data | {"checksum": document_checksum(data), "seal": "0" * 64}))
         self.lines += [["sites", str(target)], ["run", str(target), "--inputs", str(self.good / "x.pt")]]
         return target
 

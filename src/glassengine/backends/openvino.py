@@ -63,7 +63,8 @@ class _Request:
     """A compiled graph and how its inputs and outputs are bound."""
 
     def __init__(self, openvino: Any, directory: Path) -> None:
-        in_place = _metadata(directory / MODEL_FILE)[IN_PLACE_KEY].split()
+        metadata = {item.key: item.value for item in read_graph(directory / MODEL_FILE).metadata_props}
+        in_place = metadata[IN_PLACE_KEY].split()
         self._request = _compiled(directory).create_infer_request()
         self._tensor = openvino.Tensor
         self._order = read_io(directory)
@@ -167,7 +168,3 @@ def _running(directory: Path, given: Network) -> Network:
     names = tuple(port.get_node().get_friendly_name() for port in model.outputs)
     inputs = tuple(NetworkTensor(port.get_node().get_friendly_name()) for port in model.inputs)
     return Network(tuple(layers), inputs, names, "what OpenVINO runs on this processor, after its own fusions.")
-
-
-def _metadata(model: Path) -> dict[str, str]:
-    return {item.key: item.value for item in read_graph(model).metadata_props}

@@ -153,13 +153,12 @@ def _light(item: Any) -> str:
     if found is None:
         return "not recorded"
     shape = f"{item.dtype}[{', '.join(map(str, item.shape))}]" if item.dtype is not None else "a tensor"
-    extremes = (f"{name} {'-' if value is None else format(value, '.6g')}" for name, value in _extremes(found))
+    extremes = (
+        f"{name} {'-' if value is None else format(value, '.6g')}"
+        for name, value in (("min", found.min), ("max", found.max))
+    )
     numbers = f"{', '.join(extremes)}, norm {found.norm:.6g}"
     return f"{shape} without values, {numbers}" + (f", {found.num_nonfinite} not finite" if found.num_nonfinite else "")
-
-
-def _extremes(found: Any) -> tuple[tuple[str, float | None], ...]:
-    return ("min", found.min), ("max", found.max)
 
 
 def _as_shown(tensor: Any) -> Any:

@@ -32,6 +32,7 @@ from glassengine.errors import BackendError, CorruptError, UsageError
 from glassengine.reading.documents import converted, parsed
 from glassengine.reading.files import read_bytes, shown, user_key
 from glassengine.results import Result
+from glassengine.writing import document_checksum
 
 logger = logging.getLogger("glassengine")
 
@@ -279,7 +280,7 @@ class _Written(msgspec.Struct):
 def write_manifest(manifest: Manifest, directory: Path) -> None:
     """Write `engine.json` into `directory`."""
     data = manifest.to_dict()
-    checksum = checksum_of(data)
+    checksum = document_checksum(data)
     data |= {"checksum": checksum, "seal": seal(checksum)}
     (directory / FILE).write_text(json.dumps(data, indent=1), encoding="utf-8")
 
@@ -315,7 +316,7 @@ def read_manifest(directory: Path) -> ReadManifest:
         converted(manifest.model, RecordedModel, path, what=FILE)
     except CorruptError as error:
         raise CorruptError(error.what, got=error.got, expected=error.expected, hint=error.hint or REBUILD) from error
-    found = checksum_of(data)
+    found = document_checksum(data)
     return ReadManifest(manifest, checksum == found, is_ours(found, proof))
 
 
@@ -376,8 +377,3 @@ def require_intact(manifest: Manifest, intact: bool, program: Mapping[str, Any])
 def instruction_flags() -> tuple[str, ...]:
     """Return the instruction sets of this processor, sorted."""
     return tuple(sorted(flag for flag in environment.cpu_flags() if _INSTRUCTIONS.match(flag)))
-
-
-def checksum_of(data: Mapping[str, Any]) -> str:
-    """Return the checksum of a manifest."""
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

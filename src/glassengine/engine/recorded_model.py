@@ -19,7 +19,7 @@ from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.program import load_model
 from glassengine.program.loading.adapters import CONFIG as ADAPTER_CONFIG
 from glassengine.program.loading.adapters import WEIGHTS as ADAPTER_WEIGHTS
-from glassengine.program.loading.from_transformers import CONFIG
+from glassengine.program.loading.load import CONFIG
 from glassengine.reading.documents import Size, converted, read_document
 from glassengine.reading.files import is_regular, shown
 

@@ -150,7 +150,7 @@ def summarize(trace: Trace) -> dict[str, Any]:
     def add(span: ProfileSpan, level: dict[str, Any], path: str) -> None:
         site = span.event.get("args", {}).get("site")
         if site is not None:
-            path = _module_path(site)
+            path = re.split(r"[/@:]", site, maxsplit=1)[0]
             paths[path]["calls"] += kind_of(span.event) == "module"
         paths[path]["own_us"] += span.self_time
         entry = level.setdefault(_label(span.event), {"count": 0, "total_us": 0.0, "own_us": 0.0, "children": {}})
@@ -163,10 +163,6 @@ def summarize(trace: Trace) -> dict[str, Any]:
     for root in nest(trace):
         add(root, flame, OUTSIDE)
     return {"kinds": dict(kinds), "paths": dict(paths), "flame": flame, "steps_us": steps}
-
-
-def _module_path(site: str) -> str:
-    return re.split(r"[/@:]", site, maxsplit=1)[0]
 
 
 def _label(event: Event) -> str:

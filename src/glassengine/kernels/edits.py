@@ -14,7 +14,8 @@ from torch.fx import Node
 
 from glassengine.kernels.written_out import Change, WrittenOut
 from glassengine.ops.row import argument
-from glassengine.ops.traits import base_name, traits_of
+from glassengine.ops.traits import traits_of
+from glassengine.program.representation.naming import op_name
 from glassengine.results.kernels import MistakeKind
 
 _EPS = (0.0, 1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
@@ -67,10 +68,6 @@ def mistakes_in(written: WrittenOut) -> Iterator[Mistake]:
         yield from _rounded(node, written)
 
 
-def _name(node: Node) -> str:
-    return base_name(node.target) if node.op == "call_function" else "input"
-
-
 def _called(written: WrittenOut, node: Any) -> str:
     """Return what an operand is called."""
     if node in written.placeholders:
@@ -78,19 +75,19 @@ def _called(written: WrittenOut, node: Any) -> str:
     if not isinstance(node, Node):
         return f"{node:g}" if isinstance(node, float) else str(node)
     return {"amax": "the maximum", "mean": "the mean", "sum": "the sum", "sqrt": "the root"}.get(
-        _name(node), f"the result of {_name(node)}"
+        op_name(node), f"the result of {op_name(node)}"
     )
 
 
 def _kind_left_out(written: WrittenOut, node: Node, other: Any) -> MistakeKind:
-    name = _name(node)
+    name = op_name(node)
     if name in ("add", "sub"):
         if isinstance(other, (int, float)):
             return "eps" if abs(other) < 0.01 else "bias missing"
         if name == "add" and other in written.placeholders:
             ours, value = written.values[other], written.values[node]
             return "bias missing" if ours.numel() < value.numel() else "argument ignored"
-        return "statistics" if isinstance(other, Node) and _name(other) == "mean" else "operation left out"
+        return "statistics" if isinstance(other, Node) and op_name(other) == "mean" else "operation left out"
     if name in ("mul", "div"):
         is_number = isinstance(other, (int, float)) or (isinstance(other, Node) and not written.values[other].dim())
         return "scale" if is_number else "argument ignored" if other in written.placeholders else "operation left out"
@@ -100,7 +97,7 @@ def _kind_left_out(written: WrittenOut, node: Node, other: Any) -> MistakeKind:
 
 
 def _left_out(node: Node, written: WrittenOut) -> Iterator[Mistake]:
-    value, name = written.values[node], _name(node)
+    value, name = written.values[node], op_name(node)
     if traits_of(node).casts or name in ("view", "expand", "clone", "detach", "reshape", "_unsafe_view", "ones"):
         return
     operands = [a for a in node.args if isinstance(a, Node) and isinstance(written.values[a], Tensor)]
@@ -120,7 +117,7 @@ def _left_out(node: Node, written: WrittenOut) -> Iterator[Mistake]:
         kind = _kind_left_out(written, node, other)
         yield Mistake(kind, text, {node: _takes(operand, written)}, weight=weight)
     top = node.args[0] if name == "div" else None
-    if isinstance(top, Node) and _name(top) == "exp" and _name(top.args[0]) == "sub":  # type: ignore[arg-type]
+    if isinstance(top, Node) and op_name(top) == "exp" and op_name(top.args[0]) == "sub":  # type: ignore[arg-type]
         scores = top.args[0].args[0]  # type: ignore[union-attr]
         yield Mistake("operation left out", "the softmax is left out", {node: _then(lambda v: written.values[scores])})  # type: ignore[index]
 
@@ -138,7 +135,7 @@ _LEFT_OUT = {
 
 def _numbers(node: Node) -> Iterator[Mistake]:
     """Other numbers among the arguments: eps, factors, exponents, dimensions, diagonals, flags."""
-    name = _name(node)
+    name = op_name(node)
     for place, given in enumerate(node.args):
         if isinstance(given, bool):
             text = f"{name} with {not given} in place of {given}"
@@ -153,13 +150,13 @@ def _numbers(node: Node) -> Iterator[Mistake]:
 
 
 def _other_number(node: Node, place: int, given: float) -> Iterator[Mistake]:
-    name = _name(node)
+    name = op_name(node)
     if name in ("add", "sub") and 0 < abs(given) < 0.01:
         for eps in _EPS:
             if eps != given:
                 yield _argument("eps", f"eps is {eps:g} in place of {given:g}", node, place, eps)
         for user in node.users:
-            if _name(user) in ("sqrt", "rsqrt"):
+            if op_name(user) in ("sqrt", "rsqrt"):
                 yield Mistake(
                     "eps", "eps is added outside of the root", {user: _of(lambda x: torch.sqrt(x - given) + given)}
                 )
@@ -175,14 +172,14 @@ def numbers_in(written: WrittenOut) -> Iterator[tuple[Node, int, float]]:
     for node in written.nodes:
         for place, given in enumerate(node.args):
             is_number = isinstance(given, (int, float)) and not isinstance(given, bool) and given
-            if is_number and place < 2 and _name(node) in ("mul", "div", "add", "sub"):
+            if is_number and place < 2 and op_name(node) in ("mul", "div", "add", "sub"):
                 yield node, place, float(given)
 
 
 def with_number(node: Node, place: int, number: float) -> Mistake:
     """Return the mistake of another number."""
     given = float(node.args[place])  # type: ignore[arg-type]
-    kind: MistakeKind = "scale" if _name(node) in ("mul", "div") else "eps" if abs(given) < 0.01 else "bias missing"
+    kind: MistakeKind = "scale" if op_name(node) in ("mul", "div") else "eps" if abs(given) < 0.01 else "bias missing"
     return _argument(kind, f"a number is {number:.6g} in place of {given:.6g}", node, place, number)
 
 
@@ -208,7 +205,7 @@ def _argument(kind: MistakeKind, text: str, node: Node, place: int, other: Any) 
 
 def _replaced(node: Node, written: WrittenOut) -> Iterator[Mistake]:
     """Another op in its place."""
-    name, value = _name(node), written.values[node]
+    name, value = op_name(node), written.values[node]
     is_activation = traits_of(node).kind == "activation" or name == "gelu"
     gate = _gate(node, written)
     if is_activation or gate is not None:
@@ -230,7 +227,7 @@ def _replaced(node: Node, written: WrittenOut) -> Iterator[Mistake]:
             by = n / (n - 1)
             yield Mistake("statistics", f"divided by n - 1, not by n = {n}", {node: _then(lambda v: v * by)})
     source = node.args[0] if name == "square" else None
-    if isinstance(source, Node) and _name(source) == "sub" and isinstance(source.args[0], Node):
+    if isinstance(source, Node) and op_name(source) == "sub" and isinstance(source.args[0], Node):
         text = "the squares are taken before the mean is subtracted"
         yield Mistake("statistics", text, {node: _made(torch.square, written.values[source.args[0]])})
     if name == "where" and not isinstance(node.args[2], Node) and written.values[node.args[0]].dim():  # type: ignore[index]
@@ -241,17 +238,17 @@ def _replaced(node: Node, written: WrittenOut) -> Iterator[Mistake]:
 
 def _gate(node: Node, written: WrittenOut) -> Node | None:
     """Return x of x sigmoid(x)."""
-    if _name(node) != "mul" or len(node.args) < 2:
+    if op_name(node) != "mul" or len(node.args) < 2:
         return None
     for one, other in (node.args[:2], node.args[1::-1]):
-        if isinstance(other, Node) and _name(other) == "sigmoid" and other.args[0] is one and isinstance(one, Node):
+        if isinstance(other, Node) and op_name(other) == "sigmoid" and other.args[0] is one and isinstance(one, Node):
             return one
     return None
 
 
 def _operands(node: Node, written: WrittenOut) -> Iterator[Mistake]:
     """Operands exchanged, transposed, or taken from another place."""
-    name = _name(node)
+    name = op_name(node)
     floats = [a for a in node.args if isinstance(a, Node) and isinstance(written.values[a], Tensor)]
     target: Any = node.target
     if len(floats) != 2 or name not in ("sub", "div", *_PRODUCTS):
@@ -276,13 +273,13 @@ def _hiding(hidden: Tensor) -> Callable[[Tensor], Tensor]:
 
 def _masks(node: Node, value: Tensor, written: WrittenOut) -> Iterator[Mistake]:
     """Other masks where scores become probabilities."""
-    is_score = _name(node) in ("mul", "div", "where", "add") and value.dim() > 1 and value.is_floating_point()
-    reads = [user for user in node.users if _name(user) in ("amax", "sub")]
+    is_score = op_name(node) in ("mul", "div", "where", "add") and value.dim() > 1 and value.is_floating_point()
+    reads = [user for user in node.users if op_name(user) in ("amax", "sub")]
     if not is_score or not reads or value.shape[-1] < 4 or value.shape[-2] < 2:
         return
     rows, columns = torch.arange(value.shape[-2])[:, None], torch.arange(value.shape[-1])
     gap = rows - columns
-    is_masked = _name(node) == "where"
+    is_masked = op_name(node) == "where"
     shapes = {f"the mask is moved by {by}": gap >= -by for by in (1, -1, 2)} if is_masked else {"causal": gap >= 0}
     size, scores = value.shape[-1], written.given(node)[0][1] if is_masked else value
     for n in _tails(size):
@@ -306,7 +303,7 @@ def _tails(size: int) -> list[int]:
 
 def _shortened(node: Node, written: WrittenOut) -> Iterator[Mistake]:
     """Sums that leave out the end, or that take more than there is."""
-    name, first = _name(node), node.args[0] if node.args else None
+    name, first = op_name(node), node.args[0] if node.args else None
     if name not in ("sum", "mean", *_PRODUCTS) or not isinstance(first, Node):
         return
     x, dims = written.values[first], [-1] if name in _PRODUCTS else argument(node, "dim")
@@ -328,8 +325,8 @@ def _without_tail(tensor: Tensor, dim: int, number: int) -> Tensor:
 
 def _of_all_reductions(written: WrittenOut) -> Iterator[Mistake]:
     """All sums, means and maxima along another axis, or without the end."""
-    nodes = [n for n in written.nodes if _name(n) in _REDUCES and isinstance(n.args[0], Node)]
-    nodes += [n for n in written.nodes if _name(n) in ("cumsum", "cumprod", "sort", "flip")]
+    nodes = [n for n in written.nodes if op_name(n) in _REDUCES and isinstance(n.args[0], Node)]
+    nodes += [n for n in written.nodes if op_name(n) in ("cumsum", "cumprod", "sort", "flip")]
     if not nodes:
         return
     rank = written.values[nodes[0].args[0]].dim()
@@ -337,12 +334,12 @@ def _of_all_reductions(written: WrittenOut) -> Iterator[Mistake]:
         changes = {node: _along(node, dim) for node in nodes}
         yield Mistake("axis", f"along axis {dim}", changes)
         for node in nodes if len(nodes) > 1 else ():
-            text = f"{_name(node)} along axis {dim}"
+            text = f"{op_name(node)} along axis {dim}"
             yield Mistake("axis", text, {node: changes[node]}, weight=1)
     for node in nodes:
-        if _name(node) in ("cumsum", "cumprod"):
-            yield Mistake("permuted", f"{_name(node)} runs backwards", {node: _backwards(node)})
-    sums = [n for n in nodes if _name(n) in ("sum", "mean")]
+        if op_name(node) in ("cumsum", "cumprod"):
+            yield Mistake("permuted", f"{op_name(node)} runs backwards", {node: _backwards(node)})
+    sums = [n for n in nodes if op_name(n) in ("sum", "mean")]
     dims = [argument(n, "dim") for n in sums]
     if sums and all(isinstance(d, (list, tuple)) and len(d) == 1 for d in dims):
         size = written.values[sums[0].args[0]].shape[dims[0][0]]
@@ -434,8 +431,8 @@ def _tf32(x: Tensor) -> Tensor:
 def _rounded(node: Node, written: WrittenOut) -> Iterator[Mistake]:
     """A result that is rounded on the way."""
     value = written.values[node]
-    if not isinstance(value, Tensor) or not value.is_floating_point() or _name(node) in ("view", "expand", "t"):
+    if not isinstance(value, Tensor) or not value.is_floating_point() or op_name(node) in ("view", "expand", "t"):
         return
     for name, dtype in _ROUNDED.items():
-        text = f"the result of {_name(node)} is rounded to {name}"
+        text = f"the result of {op_name(node)} is rounded to {name}"
         yield Mistake("precision", text, {node: _made(lambda v, d: v.to(d).double(), value, dtype)}, weight=1)

@@ -35,7 +35,7 @@ def described(mask: Tensor) -> str:
     share = int(mask.sum()) / mask.numel()
     if not parts:
         triangle = _triangle(mask)
-        return triangle or f"{_number(share)} of the elements"
+        return triangle or f"{100 * share:.2g} % of the elements"
     return ", ".join(parts)
 
 
@@ -71,10 +71,6 @@ def _triangle(mask: Tensor) -> str | None:
     if low > 0:
         return "the upper triangle"
     return "the lower triangle" if high < 0 else None
-
-
-def _number(share: float) -> str:
-    return f"{100 * share:.2g} %"
 
 
 def _ordinal(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Detailed distances of two tensors: representable values between them, sizes of errors, slices, patterns.
+"""Detailed distances of two tensors: representable values between them, sizes, slices, and guesses at the mistake.
 
 Pure functions of two tensors of one shape, each one pass in blocks; nothing here is computed unless asked for.
 """
@@ -8,24 +8,34 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from glassengine import blocks as block_sums
 from glassengine.blocks import blocks, widen
 from glassengine.blocks.arrays import error_stream_of, values_of
 from glassengine.blocks.pieces import one_thread
 from glassengine.numerics.mask_values import sentinel
+from glassengine.numerics.slices import figures_of
 from glassengine.results import (
+    Altered,
     ElementDifference,
     ErrorHistogram,
+    Figures,
+    Hint,
     PatternMismatches,
     SliceMaxima,
     TensorValues,
     UlpDistance,
 )
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 
 __all__ = ["error_histogram", "pattern_mismatches", "slice_maxima", "ulp_distance"]
 
@@ -252,3 +262,102 @@ def _binned(found: SliceMaxima) -> SliceMaxima:
     more = max(1, -(-len(found.maxima) // _MOST_PIECES))
     maxima = tuple(max(found.maxima[at : at + more]) for at in range(0, len(found.maxima), more))
     return dataclasses.replace(found, step=found.step * more, maxima=maxima)
+
+
+def measure(
+    baseline: Tensor, candidate: Tensor, *, rtol: float, atol: float, device: str | torch.device = "cpu"
+) -> Figures:
+    """Return the figures of `candidate` against `baseline` in one bounded-memory pass.
+
+    Counts, `max_abs_diff` and `worst_index` are exact, means and ratios good to 1e-6 (see `blocks.difference`). Means,
+    cosine and SNR are over elements that are finite on both sides. When some element is finite on one side only (or
+    the kinds of non-finite value differ), `max_abs_diff` and `max_rel_diff` are inf and `worst_index` is the first
+    such element. Of complex tensors the magnitudes are given. Defined for the rest: nothing to compare or both sides
+    zero: cosine 1; one side zero: cosine 0; no error: SNR inf; a zero baseline with an error: SNR -inf.
+
+    Args:
+        baseline: Any dtype and strides.
+        candidate: Same shape; any dtype and strides.
+        rtol: Relative tolerance behind `num_beyond_tolerance`.
+        atol: Absolute tolerance behind `num_beyond_tolerance`.
+        device: Where the arithmetic runs; it must know float64.
+
+    Raises:
+        ValueError: The shapes differ.
+    """
+    raw = block_sums.difference(baseline, candidate, rtol=rtol, atol=atol, device=device)
+    return figures_of(raw, tuple(baseline.shape), rtol=rtol, atol=atol)
+
+
+_CLOSE = 0.02
+"""A hypothesis explains an error when it leaves at most this fraction of it."""
+
+
+def tensor_hints(baseline: torch.Tensor, candidate: torch.Tensor, valid: torch.Tensor | None) -> list[Hint]:
+    """Return hints from one flagged tensor: constant factor, constant offset, swapped sign, a single slice.
+
+    Args:
+        baseline: float64 reference.
+        candidate: The flagged tensor, same shape.
+        valid: Mask of elements that count.
+    """
+    if baseline.shape != candidate.shape or not (baseline.is_floating_point() and candidate.is_floating_point()):
+        return []
+    broken = _not_numbers(baseline, candidate, valid)
+    if broken is not None:
+        return [broken]
+    keep = baseline.isfinite() & candidate.isfinite()
+    keep = keep if valid is None else keep & valid
+    a, b = baseline[keep], candidate.double()[keep]
+    error = float((b - a).norm())
+    if a.numel() < 4 or error == 0:
+        return []
+    hints = []
+    power = float(a.square().sum())
+    factor = float((a * b).sum()) / power if power else 0.0
+    left = float((b - factor * a).norm()) / error
+    if left <= _CLOSE:
+        text = f"the candidate is {factor:.6g} times the baseline"
+        change = Altered(argument="factor", baseline=1.0, candidate=factor)
+        hints.append(Hint("scale", text, 0.45, evidence="values", change=change, unexplained=left))
+    offset = float((b - a).mean())
+    left = float((b - a - offset).norm()) / error
+    if left <= _CLOSE:
+        text = f"the candidate is the baseline plus {offset:.6g}"
+        change = Altered(argument="offset", baseline=0.0, candidate=offset)
+        hints.append(Hint("other", text, 0.4, evidence="values", change=change, unexplained=left))
+    hints += _concentrated(baseline, candidate, keep)
+    return hints
+
+
+def _not_numbers(baseline: torch.Tensor, candidate: torch.Tensor, valid: torch.Tensor | None) -> Hint | None:
+    """NaN or infinite elements where the baseline has numbers."""
+    known = baseline.isfinite() if valid is None else baseline.isfinite() & valid
+    for found, words in ((candidate.isnan(), "NaN"), (candidate.isinf(), "infinite: an overflow")):
+        count = int((found & known).sum())
+        if count:
+            verb = "is" if count == 1 else "are"
+            return Hint("other", f"{count} of {candidate.numel()} elements {verb} {words}", 0.7, evidence="values")
+    return None
+
+
+def _concentrated(baseline: torch.Tensor, candidate: torch.Tensor, keep: torch.Tensor) -> list[Hint]:
+    """One index of one axis holds nearly all of the error."""
+    square = torch.where(keep, (candidate.double() - baseline).square(), 0.0)
+    total = float(square.sum())
+    for axis in range(square.dim()):
+        if square.shape[axis] < 4:
+            continue
+        shares = square.sum([i for i in range(square.dim()) if i != axis]) if square.dim() > 1 else square
+        index = int(shares.argmax())
+        if float(shares[index]) >= (1 - _CLOSE) * total:
+            return [
+                Hint(
+                    "other",
+                    f"the error is in index {index} of axis {axis} (of {square.shape[axis]}) alone",
+                    0.35,
+                    evidence="values",
+                    change=Altered(axis=axis),
+                )
+            ]
+    return []

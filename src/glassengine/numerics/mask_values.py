@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from glassengine.blocks import agree
-from glassengine.numerics.limits import HIDDEN, sentinel
-
-__all__ = ["HIDDEN", "is_below", "is_mask", "kind_of", "seen_by", "sentinel", "size_but_hidden"]
+from glassengine.numerics.limits import HIDDEN as HIDDEN
+from glassengine.numerics.limits import sentinel as sentinel
 
 
 def kind_of(value: Tensor, limit: float) -> Tensor:

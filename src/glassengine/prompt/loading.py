@@ -38,7 +38,7 @@ def loaded(path: Path) -> Loaded:
         weight_files,
         without_weights,
     )
-    from glassengine.program.loading.from_transformers import bounded_by_checkpoint, require_countable
+    from glassengine.program.loading.load import bounded_by_checkpoint, require_countable
     from glassengine.reading.tensors import open_safetensors
 
     logging.disable_progress_bar()

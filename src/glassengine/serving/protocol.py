@@ -106,14 +106,6 @@ class EngineSetting:
         return abs(self.found - self.expected) > 1e-6 * max(abs(self.found), abs(self.expected))
 
 
-@dataclass(frozen=True)
-class CannotShow:
-    """What a kind of candidate cannot show: sites, as a pattern, and why."""
-
-    pattern: str
-    reason: str
-
-
 class Served(Protocol):
     """An engine with a model, as a candidate."""
 

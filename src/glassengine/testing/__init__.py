@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
-    from glassengine.kernels.assertions import assert_gradients_match, assert_samples_match
+    from glassengine.kernels.match import assert_gradients_match, assert_samples_match
     from glassengine.kernels.sweep import assert_sweep, kernel_inputs, sweep
 
 __all__ = ["assert_gradients_match", "assert_samples_match", "assert_sweep", "kernel_inputs", "sweep"]
 
 _PUBLIC = {
-    "assert_gradients_match": "glassengine.kernels.assertions",
-    "assert_samples_match": "glassengine.kernels.assertions",
+    "assert_gradients_match": "glassengine.kernels.match",
+    "assert_samples_match": "glassengine.kernels.match",
     "assert_sweep": "glassengine.kernels.sweep",
     "kernel_inputs": "glassengine.kernels.sweep",
     "sweep": "glassengine.kernels.sweep",

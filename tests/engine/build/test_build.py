@@ -23,10 +23,11 @@ import glassengine as glass
 from glassengine import environment
 from glassengine.backends.eager import EagerBackend
 from glassengine.engine import Engine, files
-from glassengine.engine.build import build as beside
+from glassengine.engine.build import build as build_module
 from glassengine.engine.build.build import build_program, default_directory
 from glassengine.engine.build.plan import BuildPlan, BuildSettings, plan_build
 from glassengine.engine.build.requests import parse_request
+from glassengine.engine.build.write import BuiltParts
 from glassengine.errors import BackendError, CorruptError, UnknownNameError, UsageError
 from glassengine.program import Program, export_program, load_model
 from glassengine.testing import models
@@ -113,7 +114,7 @@ def test_read_only_directory(program: Program, tmp_path: Path, monkeypatch: pyte
 
 
 def test_full_disk(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "weights.safetensors")
 
     monkeypatch.setattr(files, "save_weights", full)
@@ -410,6 +411,26 @@ def test_weights_survive(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_two_engines_of_one_program_share_the_file_of_weights_where_the_system_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    weights = {"a": torch.randn(3, 4), "b": torch.randn(5)}
+    first, second = tmp_path / "first", tmp_path / "second"
+    files.save_weights(weights, first)
+    loaded = files.load_weights(first)
+    files.save_weights(weights, second, same=first)
+    again = files.load_weights(second)
+    assert first.samefile(second) is links
+    assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
+    assert all((again[name].data_ptr() == loaded[name].data_ptr()) is links for name in weights)
+
+
 def test_pass_is_applied_and_recorded(checkpoint: Path, engine: Engine, tmp_path: Path) -> None:
     code = tmp_path / "mine.py"
     code.write_text(
@@ -513,20 +534,20 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def program() -> Program:
+def two_layers() -> Program:
     module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()).eval()
     return export_program(load_model(module), inputs={"input": torch.randn(4, 8)})
 
 
-def built(program: Program, folder: Path, workers: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+def built(two_layers: Program, folder: Path, workers: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Build, and return the engine and what was compiled in this process."""
-    monkeypatch.setattr(beside, "Processes", workers)
+    monkeypatch.setattr(build_module, "Processes", workers)
     here: list[Path] = []
     build = EagerBackend.build
     monkeypatch.setattr(EagerBackend, "build", lambda *given: (here.append(given[-1]), build(*given))[1])
-    with beside.compiled_beside(program, "eager") as compiled:
+    with build_module.compiled_beside(two_layers, "eager") as compiled:
         assert compiled is not None
-        return build_program(program, folder / "release", backend="eager", compiled=compiled), here
+        return build_program(two_layers, folder / "release", backend="eager", made=BuiltParts(compiled)), here
 
 
 def in_process(function: Callable[[Any], Any], count: int) -> InProcess:
@@ -538,34 +559,34 @@ class _Dead(InProcess):
         yield Died("killed by SIGKILL")
 
 
-@pytest.mark.parametrize("workers", [in_process, pytest.param(beside.Processes, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [in_process, pytest.param(build_module.Processes, marks=pytest.mark.slow)])
 def test_the_engine_is_the_one_that_is_built_here(
-    slow: None, program: Program, workers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slow: None, two_layers: Program, workers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, here = built(program, tmp_path, workers, monkeypatch)
+    engine, here = built(two_layers, tmp_path, workers, monkeypatch)
     assert all("glassengine-beside-" in str(path) for path in here)
     x = torch.randn(4, 8)
-    alone = build_program(program, tmp_path / "alone", backend="eager")
+    alone = build_program(two_layers, tmp_path / "alone", backend="eager")
     ours, theirs = (next(iter(one.forward(inputs={"input": x}).outputs.values())) for one in (engine, alone))
     assert torch.equal(ours, theirs)
     assert engine.manifest.added_outputs == ()
 
 
 def test_where_the_other_process_dies_this_one_compiles(
-    slow: None, program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slow: None, two_layers: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, here = built(program, tmp_path, lambda function, count: _Dead(function), monkeypatch)
+    engine, here = built(two_layers, tmp_path, lambda function, count: _Dead(function), monkeypatch)
     assert len(here) == 1 and engine.forward(inputs={"input": torch.randn(4, 8)}).outputs
 
 
 def test_only_a_command_on_several_processors_starts_another_process(
-    slow: None, program: Program, monkeypatch: pytest.MonkeyPatch
+    slow: None, two_layers: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def starts() -> bool:
-        with beside.compiled_beside(program, "eager") as compiled:
+        with build_module.compiled_beside(two_layers, "eager") as compiled:
             return compiled is not None
 
-    monkeypatch.setattr(beside, "Processes", lambda function, count: _Dead(function))
+    monkeypatch.setattr(build_module, "Processes", lambda function, count: _Dead(function))
     assert starts()
     with monkeypatch.context() as one:
         one.setattr(environment, "num_cpus", lambda: 1)
@@ -573,5 +594,5 @@ def test_only_a_command_on_several_processors_starts_another_process(
     with monkeypatch.context() as one:
         one.setattr(environment, "owns_process", lambda: False)
         assert not starts()
-    monkeypatch.setattr(beside, "_MOST_BYTES", 8)
+    monkeypatch.setattr(build_module, "_MOST_BYTES", 8)
     assert not starts()

@@ -15,8 +15,9 @@ import torch
 import glassengine as glass
 from glassengine.cli.main import main
 from glassengine.engine import Engine, manifest
-from glassengine.engine.manifest import FILE, checksum_of, read_manifest
+from glassengine.engine.manifest import FILE, read_manifest
 from glassengine.errors import CorruptError, UsageError
+from glassengine.writing import document_checksum
 from tests.engine.conftest import INPUTS
 
 EVIL = """
@@ -42,7 +43,7 @@ def rewrite(directory: Path, **entries: Any) -> None:
         path = directory / entry["path"]
         entry |= {"size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
     del data["checksum"], data["seal"]
-    (directory / FILE).write_text(json.dumps(data | {"checksum": checksum_of(data), "seal": "0" * 64}))
+    (directory / FILE).write_text(json.dumps(data | {"checksum": document_checksum(data), "seal": "0" * 64}))
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +17,91 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from glassengine.errors import UnknownNameError, UsageError
+from glassengine.errors import CorruptError, UnknownNameError, UsageError
 from glassengine.program import export_program
 from glassengine.program.inputs.user_inputs import load_inputs
-from glassengine.program.loading.load import fingerprint, load_model
+from glassengine.program.loading import load
+from glassengine.program.loading.load import bounded_by_checkpoint, fingerprint, load_model, require_countable
 from glassengine.testing import models
-from glassengine.testing.checkpoints import save_checkpoint
+from glassengine.testing.checkpoints import VOCAB_SIZE, save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def small_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("proportion") / "model"
+    save_checkpoint(
+        models.llama(vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=16, num_hidden_layers=1), folder
+    )
+    return folder
+
+
+def with_config(small_checkpoint: Path, folder: Path, **changes: Any) -> Path:
+    shutil.copytree(small_checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"vocab_size": 10**8}, {"intermediate_size": 10**8}, {"hidden_size": 10**6, "head_dim": 4},
+        {"num_key_value_heads": 4, "num_attention_heads": 4, "head_dim": 10**7},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)  # fmt: skip
+@pytest.mark.parametrize("quantized", [False, True])
+def test_s4_weights_that_are_not_there_take_no_memory(
+    changes: dict[str, Any], quantized: bool, small_checkpoint: Path, tmp_path: Path
+) -> None:
+    if quantized:
+        changes |= {"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 4]}}
+    folder = with_config(small_checkpoint, tmp_path / "m", **changes)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CorruptError, match="out of proportion"):
+        load_model(folder)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_s4_modules_that_have_no_weights_are_not_made(
+    weights: bool, small_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "_MODULES", 1000)
+    folder = with_config(small_checkpoint, tmp_path / "m", num_hidden_layers=100_000)
+    with pytest.raises(CorruptError, match=r"more than 1,\d\d\d modules"):
+        load_model(folder, weights=weights)
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_labels", "n_layer"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_s4_a_configuration_that_counts_in_millions_is_refused(
+    name: str, nested: bool, small_checkpoint: Path, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {name: 10**9}
+    folder = with_config(small_checkpoint, tmp_path / "m", **({"text_config": changes} if nested else changes))
+    with pytest.raises(CorruptError, match=rf"{name} of 1,000,000,000"):
+        load_model(folder, weights=False)
+
+
+def test_what_is_in_proportion_is_loaded(small_checkpoint: Path, tmp_path: Path) -> None:
+    assert load_model(small_checkpoint).generation.generates
+    # Only names and shapes: any size of one tensor, as before.
+    big = with_config(small_checkpoint, tmp_path / "big", vocab_size=10**8)
+    assert load_model(big, weights=False).metadata["vocab_size"] == 10**8
+    # Holes are said as holes, as before.
+    holes = with_config(small_checkpoint, tmp_path / "holes", num_hidden_layers=2)
+    with pytest.raises(UsageError, match="lacks weights"):
+        load_model(holes)
+    require_countable({"num_hidden_layers": 126, "vocab_size": 10**7, "layer_norm_eps": 1e-6, "labels": {"a": 3}}, "c")
+
+
+def test_the_hooks_are_gone_afterwards(tmp_path: Path) -> None:
+    with pytest.raises(CorruptError), bounded_by_checkpoint(tmp_path, weights=True), torch.device("meta"):
+        nn.Linear(1 << 16, 1 << 16)
+    nn.Linear(1 << 16, 1 << 16, device="meta")
+
 
 Checkpoint = Callable[[str], Path]
 

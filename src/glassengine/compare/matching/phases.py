@@ -79,7 +79,7 @@ def _stages(by_rank: Mapping[int, Sequence[Entry]]) -> list[list[int]]:
     """Return the ranks of each stage, in the order of their first one; all in one if there are no stages."""
     if len(by_rank) == 1:
         return [list(by_rank)]
-    paths = {rank: {_path(entry.site) for entry in entries} for rank, entries in by_rank.items()}
+    paths = {rank: {path_of(entry.site) for entry in entries} for rank, entries in by_rank.items()}
     everywhere = set.intersection(*paths.values())
     stages: list[tuple[set[str], list[int]]] = []
     for rank, found in sorted(paths.items()):
@@ -100,7 +100,7 @@ def _stages(by_rank: Mapping[int, Sequence[Entry]]) -> list[list[int]]:
 
 def _goes_on(entries: Sequence[Entry], common: set[str], everywhere: set[str]) -> bool:
     """Whether one of the `common` modules is called after the last one that not all processes have."""
-    forward = [_path(entry.site) for entry in entries if phase_of(entry.site) == "forward"]
+    forward = [path_of(entry.site) for entry in entries if phase_of(entry.site) == "forward"]
     last = max((i for i, path in enumerate(forward) if path not in everywhere), default=-1)
     return any(path in common for path in forward[last + 1 :])
 
@@ -115,7 +115,8 @@ def _last_results(positions: Mapping[str, int]) -> dict[str, int]:
     return {site: calls[site.partition(":")[0]] for site in positions if site.partition(":")[2].startswith("out")}
 
 
-def _path(site: str) -> str:
+def path_of(site: str) -> str:
+    """Return the module path of a site."""
     return site.partition(":")[0].partition("@")[0]
 
 

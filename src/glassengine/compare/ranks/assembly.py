@@ -242,7 +242,7 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 def error_of(x: Tensor, y: Tensor) -> float:
     """Return the root mean square of `y - x`; infinite for other shapes, or where one alone is not finite."""
-    from glassengine.numerics.measure import measure
+    from glassengine.numerics.distances import measure
 
     if x.shape != y.shape:
         return math.inf

@@ -15,7 +15,7 @@ from glassengine.compare.matching.source_wrapper import SourceWrapper
 from glassengine.compare.ranks.assembly import EXPLAINED, MEAN, SUM, Assembly, error_of
 from glassengine.compare.ranks.ranks import AssembledRanks
 from glassengine.compare.ranks.spread import RankArrangement, RankPart, sample_of
-from glassengine.numerics.hints import tensor_hints
+from glassengine.numerics.distances import tensor_hints
 from glassengine.recording.layout.layout import Entry
 from glassengine.results import FLAGGED, Hint, Pair
 from glassengine.sites import ROOT

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from glassengine.compare.matching.phases import paths_above, phase_of
+from glassengine.compare.matching.phases import path_of, paths_above, phase_of
 from glassengine.compare.ranks.spread import agreement, share_of_sample
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
@@ -58,7 +58,7 @@ class LocalNames:
 def local_names(source: TensorSource, whole: TensorSource) -> LocalNames:
     """Return what the ranks of `source` call otherwise than `whole`, which is of one process."""
     names = LocalNames()
-    second = [any(_is_of_second(entry.site) for entry in side.entries) for side in (source, whole)]
+    second = [any(entry.site.partition(":")[0] == _SECOND for entry in side.entries) for side in (source, whole)]
     names.is_called_twice = second == [True, False]
     ours = _numbers(entry.site for entry in whole.entries)
     by_rank: dict[int, list[Entry]] = defaultdict(list)
@@ -144,10 +144,6 @@ def _renumbered(site: str, offset: Callable[[str], int]) -> str:
     return _NUMBER.sub(moved, path) + colon + port
 
 
-def _is_of_second(site: str) -> bool:
-    return site.partition(":")[0] == _SECOND
-
-
 def _moved(site: str, pattern: str, offset: int) -> str:
     return _renumbered(site, lambda at: offset if at == pattern else 0)
 
@@ -208,7 +204,7 @@ def _is_share(source: TensorSource, entry: Entry, whole: TensorSource, other: En
 
 def _of_stages(source: TensorSource, whole: TensorSource, names: LocalNames) -> set[tuple[int, int, str]]:
     """Return the inputs and results of stages which are those of other modules as well."""
-    paths = {_path(entry.site) for entry in whole.entries}
+    paths = {path_of(entry.site) for entry in whole.entries}
     containers = paths & {above for path in paths for above in paths_above(path)}
     order = {entry.site: i for i, entry in enumerate(whole.entries)}
     # Container -> rank -> positions of what it has in there.
@@ -217,7 +213,7 @@ def _of_stages(source: TensorSource, whole: TensorSource, names: LocalNames) -> 
     alike: dict[tuple[object, ...], list[Entry]] = defaultdict(list)
     for entry in source.entries:
         site = names.of(entry.rank, entry.site)
-        path = _path(site)
+        path = path_of(site)
         alike[entry.step, entry.dtype, entry.shape].append(entry)
         if path in containers:
             parts[entry.step, site].append(entry)
@@ -226,7 +222,7 @@ def _of_stages(source: TensorSource, whole: TensorSource, names: LocalNames) -> 
                 extent[above][entry.rank].append(order[site])
     found = set()
     for (step, site), entries in parts.items():
-        at = extent[_path(site)]
+        at = extent[path_of(site)]
         # A whole has no gradient of token ids, which are its input; a stage has one of its own input.
         is_of_whole = site in order
         if len(at) < 2 or (is_of_whole and len(entries) < 2):
@@ -241,7 +237,7 @@ def _of_stages(source: TensorSource, whole: TensorSource, names: LocalNames) -> 
             inside = (
                 other
                 for other in alike[step, entry.dtype, entry.shape]
-                if (name := names.of(other.rank, other.site)) in order and _path(site) in paths_above(_path(name))
+                if (name := names.of(other.rank, other.site)) in order and path_of(site) in paths_above(path_of(name))
             )
             if any(_are_same(source, entry, other) for other in inside):
                 found.add((entry.rank, step, entry.site))
@@ -254,7 +250,3 @@ def _are_same(source: TensorSource, entry: Entry, other: Entry) -> bool:
     if entry.rank == other.rank and entry.location is not None and entry.location == other.location:
         return True
     return torch.equal(source.tensor(entry), source.tensor(other))
-
-
-def _path(site: str) -> str:
-    return site.partition(":")[0].partition("@")[0]

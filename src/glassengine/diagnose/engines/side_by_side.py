@@ -29,8 +29,8 @@ from glassengine.errors import GlassError, IncomparableError, UsageError
 from glassengine.judge.cases import Case, StepInputs, empty_caches
 from glassengine.judge.exclusions.masked import valid_mask
 from glassengine.judge.replay.reference import ReferenceRun
+from glassengine.numerics.distances import measure
 from glassengine.numerics.judgement import WRONG
-from glassengine.numerics.measure import measure
 from glassengine.numerics.tolerance import tolerance
 from glassengine.program.representation.program import Program
 from glassengine.results.engines import AGREEMENTS, Agreement, EngineColumn, SideBySide, StepDifference, TokenDifference

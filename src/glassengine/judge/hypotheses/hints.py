@@ -13,7 +13,7 @@ from glassengine.judge.hypotheses.mistake_search import MistakeSearch
 from glassengine.judge.hypotheses.mistakes.catalog import Family
 from glassengine.judge.replay.values import called
 from glassengine.judge.sides.protocol import Side
-from glassengine.numerics.hints import tensor_hints
+from glassengine.numerics.distances import tensor_hints
 from glassengine.numerics.verdict import Reference
 from glassengine.program.onnx.control import never_run
 from glassengine.program.onnx.function import thresholds_of

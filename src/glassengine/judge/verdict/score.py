@@ -25,11 +25,10 @@ from glassengine.judge.sides.protocol import Observed, Side
 from glassengine.judge.verdict.drift import Drift
 from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.judge.verdict.origins import OriginTracker, Why
-from glassengine.numerics.distances import tensor_values
+from glassengine.numerics.distances import measure, tensor_values
 from glassengine.numerics.exemptions import BELOW, DRAWN, PADDING, TIES, UNREAD, UNWRITTEN, Ledger, Masks
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.mask_values import is_finite
-from glassengine.numerics.measure import measure
 from glassengine.numerics.tolerance import tolerance
 from glassengine.numerics.verdict import TIED, Reference
 from glassengine.ops.traits import traits_of

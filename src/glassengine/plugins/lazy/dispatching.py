@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from glassengine.executable.counters import registry
 from glassengine.frontends.eager_graph import argument
+from glassengine.plugins.lazy.graphs import Awaited
 from glassengine.plugins.lazy.memory import MemoryView
-from glassengine.plugins.lazy.observed import Awaited
 from glassengine.plugins.lazy.recording import (
     PLAIN,
     apply,

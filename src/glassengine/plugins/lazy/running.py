@@ -25,9 +25,8 @@ from glassengine.errors import BackendError, UsageError
 from glassengine.executable.compilation import FIRST, Occasion
 from glassengine.executable.counters import registry
 from glassengine.executable.run.executable import compile_graph
-from glassengine.plugins.lazy.graphs import Pending, captured, pending
+from glassengine.plugins.lazy.graphs import Pending, awaited, captured, pending
 from glassengine.plugins.lazy.memory import viewed
-from glassengine.plugins.lazy.observed import awaited
 from glassengine.plugins.lazy.rules import takes_any_number
 from glassengine.plugins.lazy.settings import LazyExecutable, LazyGraph, Reason, bytes_of, settings
 from glassengine.plugins.lazy.sizes import constant, fitted, foreseen, sample_of, skeleton

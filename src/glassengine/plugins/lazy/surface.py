@@ -22,14 +22,42 @@ from glassengine.backends.registry import choose_graph_backend
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.executable.steps import before_end_of_step
 from glassengine.plugins.lazy.dispatching import DispatchRecorder, fallbacks
-from glassengine.plugins.lazy.graphs import captured, pending, place_of
-from glassengine.plugins.lazy.observed import mark_taps
+from glassengine.plugins.lazy.graphs import captured, mark_taps, pending, place_of
 from glassengine.plugins.lazy.recording import held, lazy_tensor, recorded
 from glassengine.plugins.lazy.running import run_pending
 from glassengine.plugins.lazy.settings import settings
 from glassengine.plugins.lazy.tensor import DEVICE, LazyTensor
 from glassengine.plugins.lazy.values import LazyMemory, LazyValue, pending_memories
 from glassengine.results.backends import PendingTensor
+
+__all__ = [
+    "LazyTensor", "device", "fallbacks", "graph", "is_lazy", "mark_dynamic", "mode", "module", "pending_tensors",
+    "tensor", "text",
+]  # fmt: skip
+
+
+def device() -> torch.device:
+    """Return the lazy device: operations on tensors moved there are recorded, and run when a value is needed."""
+    register()
+    return DEVICE
+
+
+def tensor(data: Any, *, dtype: torch.dtype | None = None, requires_grad: bool = False) -> LazyTensor:
+    """Return a lazy tensor, a leaf of autograd, with a copy of `data`.
+
+    Args:
+        data: A tensor, an array, or numbers.
+        dtype: Of the tensor; None for that of the data.
+        requires_grad: Whether autograd computes its gradient.
+    """
+    register()
+    if isinstance(data, torch.Tensor):
+        with torch.no_grad():
+            made = data.detach().to(device=DEVICE, dtype=dtype, copy=True)
+    else:
+        made = torch.as_tensor(data, dtype=dtype).to(DEVICE)
+    return made.requires_grad_(requires_grad)  # type: ignore[return-value]
+
 
 aten = torch.ops.aten
 
@@ -196,34 +224,6 @@ def _known(function: Callable[..., Any]) -> Callable[..., Any]:
 M = TypeVar("M", bound=torch.nn.Module)
 Mode = Literal["lazy", "eager_debug"]
 _MODES: tuple[Mode, ...] = ("lazy", "eager_debug")
-
-__all__ = [
-    "LazyTensor", "device", "fallbacks", "graph", "is_lazy", "mark_dynamic", "mode", "module", "pending_tensors",
-    "tensor", "text",
-]  # fmt: skip
-
-
-def device() -> torch.device:
-    """Return the lazy device: operations on tensors moved there are recorded, and run when a value is needed."""
-    register()
-    return DEVICE
-
-
-def tensor(data: Any, *, dtype: torch.dtype | None = None, requires_grad: bool = False) -> LazyTensor:
-    """Return a lazy tensor, a leaf of autograd, with a copy of `data`.
-
-    Args:
-        data: A tensor, an array, or numbers.
-        dtype: Of the tensor; None for that of the data.
-        requires_grad: Whether autograd computes its gradient.
-    """
-    register()
-    if isinstance(data, torch.Tensor):
-        with torch.no_grad():
-            made = data.detach().to(device=DEVICE, dtype=dtype, copy=True)
-    else:
-        made = torch.as_tensor(data, dtype=dtype).to(DEVICE)
-    return made.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
 def module(target: M) -> M:
