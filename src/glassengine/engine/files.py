@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -217,8 +218,18 @@ def _sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
-def save_weights(weights: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write tensors by name; tensors that are the same memory are stored once and loaded shared."""
+def save_weights(weights: Mapping[str, torch.Tensor], path: Path, *, same: Path | None = None) -> None:
+    """Write tensors by name; tensors that are the same memory are stored once and loaded shared.
+
+    Args:
+        weights: The tensors.
+        path: New file.
+        same: File that has these tensors already, and that lives as long as the new one.
+    """
+    if same is not None:
+        with contextlib.suppress(OSError):  # another file system, or one without links
+            os.link(same, path)
+            return
     first: dict[Any, str] = {}
     shared: dict[str, str] = {}
     kept: dict[str, torch.Tensor] = {}
@@ -248,11 +259,25 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
     with open_safetensors(path, inside=path.parent) as file:
         text = (file.metadata() or {}).get("shared", "{}")
     shared = parsed(text, dict[str, str], path, what="the list of tensors that are stored once")
-    weights = read_safetensors(path, inside=path.parent)
+    weights = _shared(path, read_safetensors(path, inside=path.parent))
     missing = [original for original in shared.values() if original not in weights]
     if missing:
         raise CorruptError(f"{path.name} lacks a tensor that others share", got=shown(missing[0]))
     return weights | {name: weights[original] for name, original in shared.items()}
+
+
+_mapped: WeakValueDictionary[tuple[object, ...], torch.Tensor] = WeakValueDictionary()
+"""Tensors of files with several names, which are mapped once."""
+
+
+def _shared(path: Path, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file; those that another name of the file has in memory already, where it has one."""
+    found = path.stat()
+    file = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+    if found.st_nlink > 1:
+        return {name: _mapped.setdefault((*file, name), tensor) for name, tensor in weights.items()}
+    _mapped.update({(*file, name): tensor for name, tensor in weights.items()})
+    return weights
 
 
 def copy_model_files(module: torch.nn.Module, source: str | None, revision: str | None, directory: Path) -> bool:

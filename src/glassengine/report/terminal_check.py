@@ -90,9 +90,18 @@ class _Screen:
         first = result.first_divergence
         rest = [*([] if first is None else _about(result, first)), *_severity(result), *_written_differently(result)]
         rest += _skipped(result)
-        shown = [*top, *divergence, *_prompt(result), *_given(result), *weights]
+        given = list(_given(result))
+        shown = [*top, *divergence, *_prompt(result), *given, *weights]
         # The table has its head and a rule.
         left = _ROWS - rows(shown) - (len(result.levels) + 2) - 1
+        # What the first line says, and what one may do without.
+        is_named = first is not None and named_mistake(result) is not None
+        repeated = list(_hint(first.hints[0]))[:1] if is_named and first is not None else []
+        extra = [*(given[-1:] if result.granularity else ()), *repeated, *_inputs(result)]
+        for line in extra:
+            if left < 1:
+                shown.remove(line)
+                left += rows([line])
         drift = []
         if result.drift:
             # A comparison of two precisions asks where the signal is lost.
@@ -513,7 +522,7 @@ def _weight_name(weight: QuantizedWeight, prefix: str) -> str:
 def _quantization_mistakes(result: Comparison) -> list[Text]:
     lines = []
     for origin in result.origins[:_MAX_MISTAKES]:
-        text = "; ".join(hint.in_words() for hint in origin.hints)
+        text = "; ".join(hint.text for hint in origin.hints)
         lines.append(Text(f"{origin.site.removesuffix(':param')}: {text}", style=VERDICT_STYLES[origin.verdict]))
     if len(result.origins) > _MAX_MISTAKES:
         lines.append(Text(f"... and {len(result.origins) - _MAX_MISTAKES} more (--json has all)"))

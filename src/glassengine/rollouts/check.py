@@ -152,8 +152,10 @@ def _searched(samples: Sequence[Sample], vocab_size: int) -> list[Sample]:
 def _of_others(gap: Gap, base: RolloutSettings, floor: float) -> tuple[Gap, str]:
     """Return the gap of the responses that differ by more than rounding, where others do not, and which in words.
 
-    New weights may come between two responses.
+    New weights may come between two responses. Where routers are free, a response with other experts is no evidence.
     """
+    if gap.is_free:
+        return gap, ""
     d = (gap.tokens.engine - gap.values(base)).abs()
     sizes = [len(one.response) for one in gap.samples]
     each = [float(part[part.isfinite()].mean()) for part in torch.split(d, sizes)]
@@ -195,7 +197,9 @@ def _flips_by_rounding(gap: Gap, settings: RolloutSettings, rest: PrecisionGap) 
         return False
     plain = settings.but(routes="own")
     own = gap.trainer.own_routes(gap.samples, plain)
-    how = {"dtype": rest.dtype} if rest.dtype in DTYPES else {"cache": rest.dtype.split()[0]}
+    # What rounding in the trainer's own dtype flips shows beside a run that rounds less.
+    dtype = "float32" if rest.dtype == gap.trainer.dtype else rest.dtype
+    how = {"dtype": dtype} if dtype in DTYPES else {"cache": dtype.split()[0]}
     rounded = gap.trainer.own_routes(gap.samples, plain.but(**how))
     flips = [0, 0, 0]
     for one, ours, coarse in zip(gap.samples, own, rounded, strict=True):

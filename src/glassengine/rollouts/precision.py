@@ -20,6 +20,7 @@ _LEAST = 0.5
 """Smallest size of a gap that is rounding in a dtype with fewer digits than the trainer's."""
 _MOST_LEAN = 5.0
 """Most standard errors that rounding leans to one side, or along the log-probability."""
+_ALIKE = 1.5
 _REPORTED = 2.0**-22
 """Error of a log-probability that an engine computes in float32, from float32 logits."""
 _ORDER = ("float32", "float16", "bfloat16")
@@ -67,21 +68,26 @@ def judge(gap: Gap, settings: RolloutSettings, engine_dtype: str | None) -> Prec
     known = gap.tokens.engine.isfinite() & plain.isfinite() & exact.isfinite()
     rest, own = (gap.tokens.engine - plain)[known], (plain - exact)[known]
     ratios: dict[str, float] = {}
+    leaning: dict[str, float] = {}
     variants = {dtype: settings.but(dtype=dtype) for dtype in _ORDER}
     if gap.trainer.dtype == "float32" and settings.cache is None and gap.trainer.keeps_keys:
         variants |= {f"{dtype} of keys and values": settings.but(cache=dtype) for dtype in _ORDER[1:]}
     for dtype, variant in variants.items():
         rounded = gap.values(variant)[known] - exact[known]
         rounded = rounded[rounded.isfinite()]
+        leaning[dtype] = _lean(rounded, exact[known]) if len(rounded) == len(rest) else 0.0
         size = math.hypot(_size(rounded, is_free), _size(own, is_free), _REPORTED)
         ratios[dtype] = _size(rest, is_free) / size if size else (0.0 if not rest.any() else math.inf)
     own_dtype = gap.trainer.dtype if gap.trainer.dtype in _ORDER else _ORDER[0]
     # Kernels may round to one side in float32, and no mistake is that small.
-    leans = _lean(rest, plain[known]) > _MOST_LEAN and ratios[own_dtype] > (_MOST if own_dtype == "float32" else 1)
+    is_large = ratios[own_dtype] > (_MOST if own_dtype == "float32" else 1)
+    lean = _lean(rest, plain[known]) if is_large else 0.0
     # The trainer's own first: of a trainer in bfloat16, an engine in float32 differs as much as one in bfloat16.
     order = [own_dtype, *(dtype for dtype in ratios if dtype != own_dtype)]
     fitting = [dtype for dtype in order if engine_dtype in (None, dtype) and _fits(dtype, own_dtype, ratios)]
-    found = fitting[0] if fitting and not leans else None
+    # Weights that are rounded alike lean alike.
+    found = next((dtype for dtype in fitting if lean <= max(_MOST_LEAN, _ALIKE * leaning[dtype])), None)
+    leans = found is None and lean > _MOST_LEAN
     is_wide = is_free and found not in (None, "float32")
     if is_wide and found is not None:
         # Medians tell what most tokens have; those with other experts may not be more or larger than by rounding.

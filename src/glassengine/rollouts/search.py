@@ -18,6 +18,8 @@ from glassengine.rollouts.trainer import configurations
 _MOST_CAUSES, _MOST_STATES = 3, 3
 _LEAST_GAIN = 0.8
 """A change counts where it leaves less than this of the gap."""
+_ALMOST_ALL = 0.05
+"""The same where rounding alone explains the gap."""
 _SAME = 1.1
 """Losses that differ by less are equal, and the simpler change is taken."""
 _ORDER = (
@@ -63,20 +65,21 @@ def search(
     """
     states: list[RolloutSettings] = [first]
     alike: tuple[RolloutSettings, ...] = ()
-    # Of all tensors some one has the direction of what rounding did.
-    has_scales = not is_rounding(first)
+    # Of many changes some one has the direction of what rounding did: only one that leaves nothing is believed.
+    is_enough = is_rounding(first)
+    least_gain = _ALMOST_ALL if is_enough else _LEAST_GAIN
     for number in range(_MOST_CAUSES):
         best = gap.loss(states[0])
         if best <= 1.5 * floor or (number and is_rounding(states[0])):
             break
-        tries = {one for state in states for one in _tries(gap, state, start, has_scales)}
+        tries = {one for state in states for one in _tries(gap, state, start, not is_enough)}
         kept: dict[frozenset[str], RolloutSettings] = {}
         for one in sorted(tries, key=lambda one: (max(gap.loss(one), floor), _rank(one, start))):
             kept.setdefault(frozenset(changed(one, start)), one)
             if len(kept) == 2 * _MOST_STATES:
                 break
         refitted = sorted({_refitted(gap, one, start) for one in kept.values()}, key=gap.loss)
-        if not refitted or gap.loss(refitted[0]) > _LEAST_GAIN * best or best - gap.loss(refitted[0]) < floor / 3:
+        if not refitted or gap.loss(refitted[0]) > least_gain * best or best - gap.loss(refitted[0]) < floor / 3:
             break
         simplest = _simplest(gap, refitted, start, floor)
         states = [simplest, *(one for one in refitted if one != simplest)][:_MOST_STATES]

@@ -27,6 +27,7 @@ from glassengine.engine.build import build as build_module
 from glassengine.engine.build.build import build_program, default_directory
 from glassengine.engine.build.plan import BuildPlan, BuildSettings, plan_build
 from glassengine.engine.build.requests import parse_request
+from glassengine.engine.build.write import BuiltParts
 from glassengine.errors import BackendError, CorruptError, UnknownNameError, UsageError
 from glassengine.program import Program, export_program, load_model
 from glassengine.testing import models
@@ -113,7 +114,7 @@ def test_read_only_directory(program: Program, tmp_path: Path, monkeypatch: pyte
 
 
 def test_full_disk(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "weights.safetensors")
 
     monkeypatch.setattr(files, "save_weights", full)
@@ -410,6 +411,26 @@ def test_weights_survive(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_two_engines_of_one_program_share_the_file_of_weights_where_the_system_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    weights = {"a": torch.randn(3, 4), "b": torch.randn(5)}
+    first, second = tmp_path / "first", tmp_path / "second"
+    files.save_weights(weights, first)
+    loaded = files.load_weights(first)
+    files.save_weights(weights, second, same=first)
+    again = files.load_weights(second)
+    assert first.samefile(second) is links
+    assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
+    assert all((again[name].data_ptr() == loaded[name].data_ptr()) is links for name in weights)
+
+
 def test_pass_is_applied_and_recorded(checkpoint: Path, engine: Engine, tmp_path: Path) -> None:
     code = tmp_path / "mine.py"
     code.write_text(
@@ -526,7 +547,7 @@ def built(two_layers: Program, folder: Path, workers: Callable[..., Any], monkey
     monkeypatch.setattr(EagerBackend, "build", lambda *given: (here.append(given[-1]), build(*given))[1])
     with build_module.compiled_beside(two_layers, "eager") as compiled:
         assert compiled is not None
-        return build_program(two_layers, folder / "release", backend="eager", compiled=compiled), here
+        return build_program(two_layers, folder / "release", backend="eager", made=BuiltParts(compiled)), here
 
 
 def in_process(function: Callable[[Any], Any], count: int) -> InProcess:

@@ -26,6 +26,7 @@ from glassengine.diagnose.ladder.op_by_op import op_by_op
 from glassengine.diagnose.ladder.step_by_step import require_no_memory
 from glassengine.engine import files
 from glassengine.engine.build.build import build_program, compiled_beside
+from glassengine.engine.build.write import BuiltParts
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import ParallelEngine
 from glassengine.engine.run.member import mesh_of, part_of
@@ -119,15 +120,18 @@ def add_built(
         climb.candidate = f"{ranks.manifest.backend} engine, {ranks.manifest.dtype}, {mesh}"
         climb.add(_release_side(climb, ranks))
         return
+    weights = None
     with nullcontext() if only_release else compiled_beside(climb.built, backend, **sizes) as compiled:
         if not only_release:
             plan = observable(climb, climb.built)
             progress(Work.BUILDING_OBSERVABLE.says(f"building the engine with {len(plan.added)} debug outputs"))
             observed = [*plan.added, *plan.derived]
+            weights = folder / "engine" / files.WEIGHTS
             engine = build_program(climb.built, folder / "engine", backend=backend, outputs=observed, **sizes)
             _add_observable(climb, engine, observed)
         progress(Work.BUILDING_RELEASE.says("building the release engine"))
-        release = build_program(climb.built, folder / "release", backend=backend, compiled=compiled, **sizes)
+        made = BuiltParts(compiled, weights)
+        release = build_program(climb.built, folder / "release", backend=backend, made=made, **sizes)
     if release.manifest.added_outputs:
         raise GlassError("the release engine has debug outputs", got=str(release.manifest.added_outputs))
     climb.of_runtime(kernels_of(release.manifest.backend))

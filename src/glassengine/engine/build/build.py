@@ -39,7 +39,16 @@ from glassengine.engine.build.requests import (
     check_written,
     require_agreement,
 )
-from glassengine.engine.build.write import about_build, check_mesh, for_compiler, mesh_for, write_engine, write_ranks
+from glassengine.engine.build.write import (
+    NO_PARTS,
+    BuiltParts,
+    about_build,
+    check_mesh,
+    for_compiler,
+    mesh_for,
+    write_engine,
+    write_ranks,
+)
 from glassengine.engine.recorded_model import directory_to_record
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import load
@@ -305,7 +314,7 @@ def build_program(
     overwrite: bool = False,
     byte_budget: int | None = None,
     mesh: Mesh | None = None,
-    compiled: Callable[[Path], None] | None = None,
+    made: BuiltParts = NO_PARTS,
 ) -> Engine:
     """Build an engine from a program that is already exported, and load it.
 
@@ -320,7 +329,7 @@ def build_program(
         overwrite: Replace an existing engine.
         byte_budget: As in `build`.
         mesh: Ranks that share it; None for one process.
-        compiled: Of `compiled_beside`, where the program is compiled already.
+        made: What of it exists already.
 
     Raises:
         UsageError: As `build`.
@@ -335,7 +344,7 @@ def build_program(
         overwrite=overwrite,
         byte_budget=byte_budget,
     )
-    engine = _build(program, Path(directory), settings, model, mesh=mesh, compiled=compiled)
+    engine = _build(program, Path(directory), settings, model, mesh=mesh, made=made)
     # Reading it back would take seconds, and the caller holds it anyway.
     engine.program = program
     return engine
@@ -375,7 +384,7 @@ def _build(
     encoder_artifacts: ArtifactWriter | None = None,
     progress: Progress = silent,
     mesh: Mesh | None = None,
-    compiled: Callable[[Path], None] | None = None,
+    made: BuiltParts = NO_PARTS,
 ) -> Engine:
     with files.written_aside(target, overwrite=settings.overwrite) as aside:
         if encoder is not None:
@@ -385,14 +394,14 @@ def _build(
             write_engine(encoder, aside / files.ENCODER, name, alone, None, encoder_artifacts, progress=progress)
         if mesh is None:
             has_encoder = encoder is not None
-            more: dict[str, Any] = {"has_encoder": has_encoder, "compiled": compiled, "progress": progress}
+            more: dict[str, Any] = {"has_encoder": has_encoder, "made": made, "progress": progress}
             write_engine(program, aside, target.name, settings, model, artifacts, **more)
         else:
             write_ranks(program, aside, target.name, settings, model, mesh, progress=progress)
-        made = aside.stat().st_ino
+        number = aside.stat().st_ino
     if isinstance(target, RemotePath):
         return load(target, trust=True)
-    return files.load_unless_replaced(target, made, lambda: load(target, trust=True))
+    return files.load_unless_replaced(target, number, lambda: load(target, trust=True))
 
 
 _MOST_BYTES = 1 << 28

@@ -7,6 +7,7 @@ import logging
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,22 @@ from glassengine.progress import Progress, Work, silent
 logger = logging.getLogger("glassengine")
 
 
+@dataclass(frozen=True)
+class BuiltParts:
+    """Parts of an engine that exist before it is built.
+
+    Attributes:
+        compiled: Puts into a directory what the back-end has made already.
+        weights: File of weights of an engine of the same program and back-end.
+    """
+
+    compiled: Callable[[Path], None] | None = None
+    weights: Path | None = None
+
+
+NO_PARTS = BuiltParts()
+
+
 def write_engine(
     program: Program,
     directory: Path,
@@ -55,13 +72,12 @@ def write_engine(
     artifacts: ArtifactWriter | None = None,
     *,
     has_encoder: bool = False,
-    compiled: Callable[[Path], None] | None = None,
+    made: BuiltParts = NO_PARTS,
     progress: Progress = silent,
 ) -> None:
     """Compile a program and write everything that an engine consists of.
 
-    `directory` is empty, or holds the engine of an encoder. `compiled` puts into a directory what the back-end has made
-    already.
+    `directory` is empty, or holds the engine of an encoder.
 
     Raises:
         UsageError: An output that was asked for does not exist.
@@ -81,8 +97,8 @@ def write_engine(
     graph = captured_program(executed)
 
     def make(path: Path) -> None:
-        if compiled is not None:
-            compiled(path)
+        if made.compiled is not None:
+            made.compiled(path)
         elif isinstance(backend, TakingModels) and model is not None:
             backend.build_model(model.module, path, settings.quantize, model.directory)
         else:
@@ -98,7 +114,7 @@ def write_engine(
     # Constants that tracing lifted out of the code are in no checkpoint.
     weights = {**(program.exported.state_dict if write_all else {}), **program.exported.constants}
     tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
-    files.save_weights(tensors, directory / files.WEIGHTS)
+    files.save_weights(tensors, directory / files.WEIGHTS, same=made.weights)
     write_description(
         program,
         backend,

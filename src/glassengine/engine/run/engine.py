@@ -294,7 +294,7 @@ def open_engine(found: StoredEngine, *, trust: bool = False, model: str | Path |
     executable = load_executable(name, lambda main: backend.load(main, weights), path / files.MAIN)
     keeps_caches = backend.capabilities.kv == "own"
     engine = Engine(path, without_caches(manifest, "float32") if keeps_caches else manifest, executable, names["sites"])
-    engine.model, engine._trusted = model, trust
+    engine.model, engine._trusted, engine._mapped = model, trust, weights
     # An executable that held its engine would keep it, and its temporary directory, alive.
     owner = weakref.proxy(engine)
     executable.graph = lambda: captured_program(owner.program)

@@ -52,6 +52,8 @@ class LoadedEngine(HasSites):
 
     model: str | Path | None = None
     _trusted = False
+    # Back-ends keep the memory of weights, not the tensors that another engine of the same file can share.
+    _mapped: Mapping[str, torch.Tensor] | None = None
 
     def __init__(self, directory: Path, manifest: Manifest, executable: Executable, sites: SiteTable) -> None:
         self.directory = directory

@@ -186,7 +186,7 @@ def _explained(
     if kind == "other" and _only_moves(question, hypothesis):
         kind = "permuted"
     if kind in OF_VALUES and only_hides(question, hypothesis.edits):
-        kind, text = "mask", f"other positions are seen: {text}"
+        kind, text = "mask", f"{text}; other positions are seen"
     elif are_of_positions(question, hypothesis.edits, kind):
         kind = "position"
     elif kind == "other" and hypothesis.lost is not None and is_counted_alone(question, hypothesis.lost):

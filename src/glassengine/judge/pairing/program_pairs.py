@@ -122,11 +122,13 @@ class ProgramPairs:
         above, once = self._made_of[node.name], 0
         shared: list[tuple[float, int, int]] = []
         for ours, theirs in self._readers:
-            share, is_shared = (above & ours).bit_count() / ours.bit_count(), ours.bit_count() > 1
-            if not share and not is_shared and theirs.bit_count() == 1:
+            own, number, is_shared = (above & ours).bit_count(), ours.bit_count(), ours.bit_count() > 1
+            if not own and not is_shared and theirs.bit_count() == 1:
                 once |= theirs
-            elif share < 1:
-                shared.append((share * theirs.bit_count(), theirs, MOST_FOREIGN + 1 if is_shared else 1))
+            elif own < number:
+                # Either side may read it oftener for the same: in parts, or in a layer that the other lacks.
+                most = max(own, own / number * theirs.bit_count())
+                shared.append((most, theirs, MOST_FOREIGN + 1 if is_shared else 1))
         found = {}
         for name in names:
             made_of = self.tensors.ancestors[name]

@@ -44,6 +44,7 @@ from glassengine.results import (
     counts_of,
     worst,
 )
+from glassengine.results.sentences import parts_of_source
 from glassengine.sites import Site
 
 _LABEL = re.compile(r"\S+\.\d+")
@@ -319,8 +320,9 @@ def as_written(score: Score, program: Program, divergence: Divergence) -> Diverg
     )
     line = line or _source_there(score, named)
     end = next(iter(program.sites.by_node.get(divergence.node or "", ())), None)
-    if end is not None and end.source == line != named.source:
-        line = None  # both sides run it, below an op that the candidate lacks
+    if end is not None and line and parts_of_source(end.source or "")[1] == parts_of_source(line)[1]:
+        # Both sides run it, below an op that the candidate lacks.
+        line = line if end.source == named.source else None
     return dataclasses.replace(named, candidate_source=line)
 
 

@@ -37,7 +37,7 @@ _OF_PLACES = frozenset({"index", "start", "end", "step", "length"})
 """Arguments that a line may calculate: a number in `x[i - 1]` is a part of one."""
 _OF_SHAPES = frozenset({"reshape", "view", "expand", "repeat", "flatten", "unflatten", "transpose", "permute", "size"})
 """Functions whose whole numbers are sizes and axes: none of them is a number of another op on the line."""
-_ALIKE = 0.7
+_ALIKE = 0.65
 """Share of the characters that two versions of a line have in common."""
 _LEAST_AXES = 3
 """Two numbers beside each other are found in many lines."""
@@ -70,9 +70,10 @@ def line_of_number(program: Program | None, counterparts: Mapping[str, str], div
 def line_of_reader(
     baseline: Program, program: Program | None, counterparts: Mapping[str, str], divergence: Divergence
 ) -> str | None:
-    """Return "file:line: line" where the candidate reads what an op is missing for; None where none is missing.
+    """Return "file:line: line" of an op inside of a region, or where the candidate reads what an op is missing for.
 
-    The line is that of the function which calls the op in the baseline: it is as deep in the modules.
+    It is the line that is most like the baseline's, or that of the function which calls the op there: as deep in the
+    modules. None where no op is missing.
     """
     there = counterparts.get(divergence.node or "")
     if program is None or there is None or not any(hint.proven for hint in divergence.hints[:1]):
@@ -82,10 +83,9 @@ def line_of_reader(
     names = {counterparts.get(user.name) for user in readers_of(node)}
     readers = [one for one in program.graph.nodes if one.name in names]
     if node.name != divergence.node and node.name not in counterparts:
-        # An op inside of a region, which the candidate does not have.
         ours, theirs = ([op.target for op in ops] for ops in _regions(baseline, program, counterparts, divergence))
         if ours.count(node.target) <= theirs.count(node.target):
-            return None
+            return _changed(baseline, program, source_line(node))
     elif any(counterparts.get(source.name) == there for source in node.all_input_nodes):
         made = next((origin_of(one) for one in program.graph.nodes if one.name == there), None)
         readers = [one for one in readers if any(origin_of(source) is made for source in one.all_input_nodes)]

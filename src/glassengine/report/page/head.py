@@ -499,7 +499,7 @@ def _drift(row: DriftRow) -> tuple[str, ...]:
 
 
 def _weight(one: QuantizedWeight) -> tuple[str, ...]:
-    hints = "; ".join(hint.in_words() for hint in one.hints)
+    hints = "; ".join(hint.text for hint in one.hints)
     return one.name, one.verdict, f"{one.snr_db:.1f}", f"{one.rms_steps:.3g}", hints
 
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 from glassengine.judge.graphs.between import origin_of, passes_on, up
 from glassengine.judge.hypotheses.mistakes.argument_words import kind_of_op
 from glassengine.judge.hypotheses.mistakes.global_transforms import missing_ops
-from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, called, shown
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, called, constants_of, shown, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Trial
 from glassengine.program.representation.naming import op_name
@@ -43,7 +43,7 @@ def expressions(question: Question) -> Iterator[Hypothesis]:
             continue
         for other in (*new, *there.trial.inputs):
             # What goes in may come out; a region is what it makes, which is said of one op alone.
-            is_end = other is ends[1] and (len(theirs) > 1 or len(other.all_input_nodes) > 1)
+            is_end = other is ends[1] and (len(theirs) > 1 or len(tensors_of(there.trial, other)) > 1)
             if node is not ends[0] or not (is_end or other.op == "placeholder"):
                 yield from _instead(question, node, value, other, there.trial.values[other])
 
@@ -56,7 +56,9 @@ def _instead(question: Question, node: Node, value: Any, other: Node, found: Any
         if other.op == "placeholder":
             is_passed_on = there in {question.label(one) for one in up(node)}
             text = missing_ops(_ops(node), there) if is_passed_on else f"{there} instead of {here}"
-        yield Hypothesis(kind_of_op(next(iter(_ops(node)), node), other), text, {node: found})
+        is_op = node.target is other.target and constants_of([node]) == constants_of([other])
+        kind = "swapped" if is_op else kind_of_op(next(iter(_ops(node)), node), other)
+        yield Hypothesis(kind, text, {node: found})
 
 
 def _made(trial: Trial) -> dict[Node, Tensor]:

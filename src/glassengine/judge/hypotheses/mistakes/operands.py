@@ -303,7 +303,11 @@ def another(question: Question) -> Iterator[Hypothesis]:
             factor, source = _factor(value, other), question.named.get(question.sources.get(name, ""))
             kind, text = _instead(question, node, source, name)
             if factor is not None:
-                kind, text = "scale", f"{question.label(node)} is scaled by {factor:.6g}: it is {name}"
+                made = origin_of(question.in_baseline(node))
+                is_missing = source is not None and origin_of(source) in map(origin_of, made.all_input_nodes)
+                kind, text = "scale", f"{op_name(made)} is missing: {name} is read as it is"
+                if not is_missing:
+                    text = f"{question.label(node)} is scaled by {factor:.6g}: it is {name}"
             yield Hypothesis(kind, text, {node: other})
             for reader in readers if len(readers) > 1 else ():
                 edit = _reading_instead(question, reader, node, other)
