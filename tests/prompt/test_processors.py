@@ -15,7 +15,7 @@ from PIL import ImageOps
 from glassengine.cli.main import main
 from glassengine.prompt.processors import compare_processors, of_directory, processed
 from glassengine.prompt.side import OpenedSide, Processed, PromptSide
-from glassengine.results.apart import PromptFinding
+from glassengine.results.without_tensors import PromptFinding
 
 CLIP: dict[str, Any] = {
     "image_processor_type": "CLIPImageProcessor",

@@ -22,7 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from glassengine.results.apart import RolloutComparison
+from glassengine.results.without_tensors import RolloutComparison
 from glassengine.rollouts.check import compare
 from glassengine.rollouts.gap import Gap
 from glassengine.rollouts.samples import Rollout, Sample, sample

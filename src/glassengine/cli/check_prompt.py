@@ -26,7 +26,7 @@ def command(
     result = glass.check_prompt(baseline, candidate, python=python)
 
     def show() -> None:
-        from glassengine.report.terminal_apart import prompt
+        from glassengine.report.terminal_without_tensors import prompt
 
         print_answer(prompt(result))
 

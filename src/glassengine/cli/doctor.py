@@ -13,7 +13,7 @@ import glassengine as glass
 from glassengine import commands, environment
 from glassengine.cli.documents import answer
 from glassengine.cli.options import out, print_answer
-from glassengine.report.terminal_apart import cache_lines
+from glassengine.report.terminal_without_tensors import cache_lines
 
 # Instruction sets that decide which kernels run, and so which engines load here.
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
@@ -62,7 +62,7 @@ def command(
 
 def _print_batch(rows: list[dict[str, Any]]) -> None:
     """Print what a row of a batch depends on."""
-    from glassengine.report.terminal_apart import kernels
+    from glassengine.report.terminal_without_tensors import kernels
 
     print_answer(kernels(rows))
 

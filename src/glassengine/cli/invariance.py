@@ -42,7 +42,7 @@ def check(target: Sequence[str], invariant: Sequence[str], given: Sequence[str],
         )
 
     def show() -> None:
-        from glassengine.report.terminal_apart import invariance
+        from glassengine.report.terminal_without_tensors import invariance
 
         print_answer(invariance(result))
 

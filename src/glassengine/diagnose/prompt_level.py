@@ -19,7 +19,7 @@ from glassengine.prompt.check import compare_files, compare_in
 from glassengine.prompt.side import NoTokenizer
 from glassengine.prompt.worker import answer, kind_of
 from glassengine.results import Comparison, Findings, with_prompt
-from glassengine.results.apart import LEVEL, PromptComparison
+from glassengine.results.without_tensors import LEVEL, PromptComparison
 from glassengine.workers.processes import Processes
 
 _FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")

@@ -15,7 +15,7 @@ from glassengine.prompt.side import PromptSide
 from glassengine.prompt.templates import compare_templates
 from glassengine.prompt.tokens import compare_tokens
 from glassengine.prompt.worker import RemoteSide, answer, kind_of, worker_in
-from glassengine.results.apart import PromptComparison, PromptFinding, PromptPart
+from glassengine.results.without_tensors import PromptComparison, PromptFinding, PromptPart
 from glassengine.workers.processes import Processes
 
 _RARE = ("processor", "loading")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.prompt.side import Loaded, PromptSide
-from glassengine.results.apart import PromptFinding
+from glassengine.results.without_tensors import PromptFinding
 
 _ROWS = 16
 """Of two tables that should be one, which are compared."""

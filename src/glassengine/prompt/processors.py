@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from glassengine.prompt.side import Processed, PromptSide
-from glassengine.results.apart import PromptFinding
+from glassengine.results.without_tensors import PromptFinding
 
 Image = Callable[[Any], Any]
 """Of an image of PIL, to an array or to what transformers returns."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from glassengine.prompt.side import PromptSetting, PromptSide
-from glassengine.results.apart import PromptFinding
+from glassengine.results.without_tensors import PromptFinding
 
 # Name in transformers -> its value where no file states one, and its effect.
 NAMES: dict[str, tuple[Any, str]] = {

@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from glassengine.prompt.side import Conversation, PromptSide
-from glassengine.results.apart import PromptExample, PromptFinding, PromptLevel
+from glassengine.results.without_tensors import PromptExample, PromptFinding, PromptLevel
 
 _AROUND = 40
 """Characters of a rendered text that are shown on both sides of its first difference."""

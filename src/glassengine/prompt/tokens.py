@@ -19,7 +19,7 @@ from importlib.resources import files
 from typing import Literal
 
 from glassengine.prompt.side import SPECIAL, PromptSide, Vocabulary
-from glassengine.results.apart import PromptExample, PromptFinding, PromptLevel
+from glassengine.results.without_tensors import PromptExample, PromptFinding, PromptLevel
 
 NUMBER = 460
 """Probes of a comparison."""

@@ -12,7 +12,7 @@ from glassengine.report.findings import RULES, ReportFinding, SourceLine, findin
 from glassengine.report.terminal_check import answer, compared, headline
 from glassengine.report.words import hint_details, of_side, pair_of, size, untried
 from glassengine.results import VERDICTS, Comparison, Divergence, Figures, Pair, Skipped
-from glassengine.results.apart import LEVEL
+from glassengine.results.without_tensors import LEVEL
 from glassengine.sites import matches
 
 _MAX_SITES = 5

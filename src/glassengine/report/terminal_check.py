@@ -19,7 +19,7 @@ from rich.text import Text
 from glassengine.report import words
 from glassengine.report.findings import next_step
 from glassengine.report.table import VERDICT_STYLES, Screen, indent, mark, new_table
-from glassengine.report.terminal_apart import prompt, rollout
+from glassengine.report.terminal_without_tensors import prompt, rollout
 from glassengine.report.words import (
     cost_line,
     exempt,

@@ -13,19 +13,6 @@ from glassengine.results.answer import (
     ResultComparison,
     Standing,
 )
-from glassengine.results.apart import (
-    BatchProof,
-    FirstOperation,
-    Invariance,
-    PromptComparison,
-    PromptExample,
-    PromptFinding,
-    RolloutCause,
-    RolloutComparison,
-    RolloutToken,
-    SwitchTried,
-    Variation,
-)
 from glassengine.results.backends import (
     ArtifactComparison,
     CachedGraph,
@@ -121,6 +108,19 @@ from glassengine.results.recorded import (
 from glassengine.results.report import (
     ReportPage,
     WrittenReport,
+)
+from glassengine.results.without_tensors import (
+    BatchProof,
+    FirstOperation,
+    Invariance,
+    PromptComparison,
+    PromptExample,
+    PromptFinding,
+    RolloutCause,
+    RolloutComparison,
+    RolloutToken,
+    SwitchTried,
+    Variation,
 )
 
 __all__ = [

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from glassengine.results import notebook
 from glassengine.results.answer import CaseInputs, DriftRow, Exemption, Granularity, ResultComparison, Standing
-from glassengine.results.apart import PromptComparison, RolloutComparison
 from glassengine.results.base import Result, Verdict
 from glassengine.results.hints import Hint, Quantization
 from glassengine.results.pairs import Counts, Pair, TokenAgreement
+from glassengine.results.without_tensors import PromptComparison, RolloutComparison
 
 SCHEMA_VERSION = 1
 

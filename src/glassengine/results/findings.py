@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from glassengine.results.answer import CaseInputs, DriftRow, Exemption, Granularity, ResultComparison, Standing
-from glassengine.results.apart import LEVEL, PromptComparison, RolloutComparison
 from glassengine.results.base import VERDICTS, Verdict, worst
 from glassengine.results.comparison import (
     Comparison,
@@ -31,6 +30,7 @@ from glassengine.results.comparison import (
 )
 from glassengine.results.hints import Quantization
 from glassengine.results.pairs import Counts, Pair, TokenAgreement, counts_of
+from glassengine.results.without_tensors import LEVEL, PromptComparison, RolloutComparison
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from glassengine import environment
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.program import LoadedModel, load_model
 from glassengine.results import Comparison, Findings, Policy, ResultComparison, Verdict
-from glassengine.results.apart import RolloutCause, RolloutComparison, RolloutToken
+from glassengine.results.without_tensors import RolloutCause, RolloutComparison, RolloutToken
 from glassengine.rollouts import precision
 from glassengine.rollouts.formats import read_rollout
 from glassengine.rollouts.gap import Gap

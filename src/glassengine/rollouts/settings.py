@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from glassengine.results.apart import CauseKind
+from glassengine.results.without_tensors import CauseKind
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import nn
 import glassengine as glass
 from glassengine.diagnose.invariance import causes
 from glassengine.errors import UnknownNameError, UsageError
-from glassengine.results.apart import Variation
+from glassengine.results.without_tensors import Variation
 from tests.diagnose.invariance import planted
 
 BEYOND, WITHIN, UNDECIDED = "beyond rounding", "within rounding", "undecided"

@@ -12,7 +12,7 @@ from torch import nn
 import glassengine as glass
 from glassengine.diagnose.invariance import causes
 from glassengine.errors import UsageError
-from glassengine.results.apart import Variation
+from glassengine.results.without_tensors import Variation
 
 SMALL: dict[str, Any] = {
     "vocab_size": 256,

@@ -21,7 +21,7 @@ from glassengine.diagnose.invariance.rows import PartMapping, largest_difference
 from glassengine.diagnose.invariance.trace import CallDifference, TracedOp
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import named
-from glassengine.results.apart import SwitchTried
+from glassengine.results.without_tensors import SwitchTried
 
 PRODUCTS = (Rounding.PRODUCT, Rounding.CONVOLUTION, Rounding.ATTENTION)
 _CHILD_SECONDS = 120

@@ -15,7 +15,7 @@ from glassengine.diagnose.invariance.subjects import InvarianceSubject, Results
 from glassengine.diagnose.invariance.trace import CallDifference
 from glassengine.diagnose.invariance.ways import SPARE, InvarianceWay, Way
 from glassengine.ops.row import Rounding
-from glassengine.results.apart import FirstOperation, SwitchTried, Variation, What
+from glassengine.results.without_tensors import FirstOperation, SwitchTried, Variation, What
 
 RANDOM = "random numbers without a seed"
 STATE = "state kept between calls"

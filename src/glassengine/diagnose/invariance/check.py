@@ -30,7 +30,7 @@ from glassengine.program import load_inputs, load_model
 from glassengine.program.user_code.calls import forward_errors
 from glassengine.results import VERDICTS, Comparison
 from glassengine.results.answer import LEAST_DB
-from glassengine.results.apart import (
+from glassengine.results.without_tensors import (
     CHANGE_VERDICTS,
     ChangeVerdict,
     FirstOperation,

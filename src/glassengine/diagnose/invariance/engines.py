@@ -23,7 +23,7 @@ from glassengine.engine.session.session import Session
 from glassengine.errors import UsageError
 from glassengine.executable.run.executable import Executable
 from glassengine.program import load_inputs
-from glassengine.results.apart import BatchProof, What
+from glassengine.results.without_tensors import BatchProof, What
 
 _LENGTH = 37
 _PRIMES = (7, 5, 3)

@@ -29,7 +29,7 @@ from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.reader import Recording
 from glassengine.results import FLAGGED, VERDICTS
 from glassengine.results.answer import LEAST_DB
-from glassengine.results.apart import (
+from glassengine.results.without_tensors import (
     ChangeVerdict,
     FirstOperation,
     Invariance,

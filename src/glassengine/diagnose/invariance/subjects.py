@@ -24,7 +24,7 @@ from glassengine.errors import UsageError, first_line
 from glassengine.program import made_up_inputs
 from glassengine.program.generation import LoadedModel
 from glassengine.program.kinds.causal_lm import accepted, cache_argument
-from glassengine.results.apart import FirstOperation, What
+from glassengine.results.without_tensors import FirstOperation, What
 
 Results = list[dict[str, Tensor]]
 """For each call its results by name."""

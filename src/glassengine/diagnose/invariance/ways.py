@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from glassengine.diagnose.invariance.rows import PartMapping, PositionSpan
 from glassengine.ops.traits import named
-from glassengine.results.apart import What
+from glassengine.results.without_tensors import What
 
 ALL = "all"
 BATCHES = (2, 3, 4, 5, 8, 16, 17)

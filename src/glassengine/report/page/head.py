@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from glassengine.reading.files import printable
 from glassengine.report import words
 from glassengine.results import Comparison, Divergence, DriftRow, Pair, QuantizedWeight, Replayed, sentences
-from glassengine.results.apart import PromptFinding
 from glassengine.results.stored import Stored
+from glassengine.results.without_tensors import PromptFinding
 
 _MOST_ORIGINS = 100
 _MOST_FACTS = 400

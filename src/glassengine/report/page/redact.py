@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.results import FLAGGED, CaseInputs, Figures, Hint, InputUsed, Pair
-from glassengine.results.apart import PromptFinding, RolloutToken
 from glassengine.results.stored import OnPair, Stored
+from glassengine.results.without_tensors import PromptFinding, RolloutToken
 from glassengine.sites import parts_of_line
 
 MOST_BYTES = 1_000_000

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from glassengine.report.table import Screen, Table, mark, new_table
 from glassengine.results import Comparison
-from glassengine.results.apart import (
+from glassengine.results.without_tensors import (
     Invariance,
     PromptComparison,
     PromptExample,

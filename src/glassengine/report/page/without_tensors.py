@@ -14,11 +14,11 @@ from glassengine.reading.files import printable
 from glassengine.recording.series import MEASURED, Chosen, SeriesReader
 from glassengine.report import words
 from glassengine.report.page.head import Cell, Chip, Fact, Head, PageTable, Plot, table
-from glassengine.report.terminal_apart import numbers
+from glassengine.report.terminal_without_tensors import numbers
 from glassengine.results import ArtifactComparison, SeriesComparison, SideBySide
-from glassengine.results.apart import RolloutComparison
 from glassengine.results.backends import Difference
 from glassengine.results.stored import Apart
+from glassengine.results.without_tensors import RolloutComparison
 
 _OF_AGREEMENT = {"bitwise": "identical", "within rounding": "rounding", "beyond": "wrong"}
 _WANTS_RECORDINGS = "need both: glass report RESULT -o DIR --recordings BASELINE --recordings CANDIDATE"
