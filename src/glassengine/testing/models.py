@@ -166,6 +166,11 @@ def audio() -> nn.Module:
     return drawn(AudioModel)
 
 
+def audio_inputs(batch: int = 2) -> dict[str, torch.Tensor]:
+    """Return samples for `audio`; tests ask for the inputs of a model by its name."""
+    return {"samples": torch.randn((batch, 1, 160), generator=torch.Generator().manual_seed(8))}
+
+
 def _causal_lm(config_class: str, config: dict[str, Any], changes: dict[str, Any]) -> nn.Module:
     import transformers
 

@@ -15,6 +15,7 @@ from glassengine.judge.hypotheses.mistakes.global_transforms import missing_ops
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, called, constants_of, shown, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Trial
+from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 
 _SIGNS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "pow": "**", "matmul": "@", "mm": "@", "bmm": "@"}
@@ -57,7 +58,8 @@ def _instead(question: Question, node: Node, value: Any, other: Node, found: Any
             is_passed_on = there in {question.label(one) for one in up(node)}
             text = missing_ops(_ops(node), there) if is_passed_on else f"{there} instead of {here}"
         is_op = node.target is other.target and constants_of([node]) == constants_of([other])
-        kind = "swapped" if is_op else kind_of_op(next(iter(_ops(node)), node), other)
+        is_scaled = traits_of(other).kind == "factor" and constants_of([other]) and here in there
+        kind = "swapped" if is_op else "scale" if is_scaled else kind_of_op(next(iter(_ops(node)), node), other)
         yield Hypothesis(kind, text, {node: found})
 
 
