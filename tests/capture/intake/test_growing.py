@@ -15,11 +15,14 @@ from torch import nn
 
 import glassengine as glass
 from glassengine.capture.intake.growing import GrowingTensors
+from glassengine.capture.intake.intake import Intake
 from glassengine.capture.runs.record import record
 from glassengine.compare.compare import compare
 from glassengine.errors import CorruptError
+from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.reader import Recording
+from glassengine.recording.write.policy import RecordingPolicy
 from glassengine.testing.models import llama
 
 SITE = "0:kv.key"
@@ -209,6 +212,36 @@ def test_a_generation_records_what_the_model_caches(tmp_path: Path) -> None:
         entry = opened.entry(f"model.layers.{index}.self_attn:kv.value", 7)
         assert entry.added
         assert torch.equal(opened.tensor(entry), layer.values)
+
+
+def test_what_a_step_does_not_store_is_no_base_of_the_next(tmp_path: Path) -> None:
+    caches = grown(4)
+    writer = BackgroundWriter(tmp_path / "r", metadata={})
+    intake = Intake(writer, RecordingPolicy(), 0, keeps_every_step=True)
+    intake.take_cache(SITE, 0, caches[0])
+    intake.commit(0)
+    intake.take_cache(SITE, 1, caches[1])
+    intake.take_cache(SITE, 1, caches[3])  # the same name again
+    intake.commit(1)
+    intake.take_cache(SITE, 1, caches[2])  # too late
+    intake.take_cache(SITE, 2, caches[2])
+    intake.commit(2)
+    writer.close()
+    opened = Recording.open(tmp_path / "r")
+    assert [item.reason for item in opened.left_out] == ["the step has another tensor of that name"]
+    assert all(torch.equal(opened.tensor(SITE, step), caches[step]) for step in range(3))
+
+
+def test_caches_of_torch_func_and_without_memory_are_no_error(tmp_path: Path) -> None:
+    model, freed = nn.Sequential(Attention()), torch.zeros(1, 2, 3, 4)
+    with record(model, tmp_path / "r"):
+        torch.func.vmap(lambda keys: model(Cache(keys)))(torch.randn(3, 1, 2, 3, 4))
+        cache = Cache(freed)
+        model[0].register_forward_hook(lambda *_: freed.untyped_storage().resize_(0))
+        model(cache)
+    opened = Recording.open(tmp_path / "r")
+    assert opened.complete
+    assert any("memory" in item.reason for item in opened.left_out)
 
 
 def test_complex_caches_are_stored_whole() -> None:

@@ -113,6 +113,7 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 _MOST_BACKWARDS = 64
 _KV_DIMS = 4
+_ANOTHER = "the step has another tensor of that name"
 
 _log = logging.getLogger(__name__)
 
@@ -190,13 +191,18 @@ class Intake:
             axes: What is known of these.
         """
         known = self._known.get(site) or self._look(site)
-        is_whole = tensor.dim() != _KV_DIMS or type(tensor) is not Tensor or not all(known)
-        rows = None if is_whole or self._growing is None else self._growing.added(site, step, tensor)
-        if rows is None:
-            self.take(site, step, tensor, axes=axes if tensor.dim() == _KV_DIMS else None)
-        else:
+        is_new = step not in self._committed and not {site, site + ADDED} & self._names.get(step, set())
+        is_usual = tensor.dim() == _KV_DIMS and type(tensor) is Tensor and not is_functorch_wrapped_tensor(tensor)
+        rows = None
+        if self._growing is not None and all(known) and is_new and is_usual and why_not(tensor) is None:
+            rows = self._growing.added(site, step, tensor)
+        if rows is not None:
             self._known[site + ADDED] = known
             self.take(site + ADDED, step, rows, axes={**axes, ADDED_AXIS: KV_AXES["cache"]})
+        elif site + ADDED in self._names.get(step, ()):
+            self._leave_out(site, step, _ANOTHER, None)
+        else:
+            self.take(site, step, tensor, axes=axes if tensor.dim() == _KV_DIMS else None)
 
     def _look(self, site: str) -> tuple[bool, bool]:
         found = self._known[site] = self._policy.wants(site)
@@ -270,7 +276,7 @@ class Intake:
             return False
         names = self._names.setdefault(step, set())
         if site in names:
-            self._leave_out(site, step, "the step has another tensor of that name", None)
+            self._leave_out(site, step, _ANOTHER, None)
             return False
         names.add(site)
         return True
