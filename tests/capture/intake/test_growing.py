@@ -23,6 +23,7 @@ from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.reader import Recording
 from glassengine.recording.write.policy import RecordingPolicy
+from glassengine.recording.write.writer import RecordingWriter
 from glassengine.testing.models import llama
 
 SITE = "0:kv.key"
@@ -187,6 +188,20 @@ def test_rows_without_the_step_before_are_damage_and_no_values(tmp_path: Path) -
     opened.entries = alone
     with pytest.raises(CorruptError, match="the step before has its first rows"):
         opened.tensor(last)
+
+
+@pytest.mark.parametrize(
+    "base", [torch.zeros(4), torch.zeros(()), torch.zeros(1, 2, 3, 9), torch.zeros(1, 2, 3, 4).half()]
+)
+def test_rows_that_fit_no_base_are_damage(tmp_path: Path, base: torch.Tensor) -> None:
+    with RecordingWriter(tmp_path / "r", metadata={}) as writer:
+        writer.write(SITE, 0, base)
+        writer.commit(0)
+        writer.write(f"{SITE}+", 1, torch.zeros(1, 2, 1, 4), axes={"added": 2})
+        writer.commit(1)
+    opened = Recording.open(tmp_path / "r")
+    with pytest.raises(CorruptError):
+        opened.tensor(SITE, 1)
 
 
 def test_a_comparison_finds_the_step_in_which_an_old_row_changes(tmp_path: Path) -> None:

@@ -270,7 +270,10 @@ class Entries(Lazy[Entry]):
             axis = next(tensor.added.axis for tensor in tensors.values() if tensor.added is not None)
             which = np.isin(self._columns.group, list(own))
             steps, numbers = self._columns.step[which], self._columns.group[which].tolist()
-            counts = np.array([tensors[number].shape[axis] for number in numbers], dtype=np.int64)
+            # Of a damaged file: what has no such axis is no base, as reading will find.
+            shapes = {number: tensor.shape for number, tensor in tensors.items()}
+            sizes = {number: shape[axis] if axis < len(shape) else 0 for number, shape in shapes.items()}
+            counts = np.array([sizes[number] for number in numbers], dtype=np.int64)
             is_first = np.array([tensors[number].added is None for number in numbers])
             is_lost = ~is_first & (np.diff(steps, prepend=-1) != 1)
             sums = np.cumsum(counts)
