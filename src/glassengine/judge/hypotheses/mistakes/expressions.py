@@ -58,7 +58,9 @@ def _instead(question: Question, node: Node, value: Any, other: Node, found: Any
             is_passed_on = there in {question.label(one) for one in up(node)}
             text = missing_ops(_ops(node), there) if is_passed_on else f"{there} instead of {here}"
         is_op = node.target is other.target and constants_of([node]) == constants_of([other])
-        is_scaled = traits_of(other).kind == "factor" and constants_of([other]) and here in there
+        factors = {_written(arg, question.there.labels, is_operand=True) for arg in other.args}
+        is_alone = _written(node, question.labels, is_operand=True) in factors
+        is_scaled = is_alone and traits_of(other).kind == "factor" and bool(constants_of([other]))
         kind = "swapped" if is_op else "scale" if is_scaled else kind_of_op(next(iter(_ops(node)), node), other)
         yield Hypothesis(kind, text, {node: found})
 
