@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from glassengine.capture.intake.intake import Intake
+from glassengine.capture.intake import Intake
 from glassengine.recording import background as worker
 from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.layout.layout import LightTable, Sharding
