@@ -223,13 +223,13 @@ class Judging:
         judge, match = self._at(asked)
         left, right = judge.left, judge.right
         if self._session.is_assembled or any(entry.rank != match.baseline.rank for entry in left.entries):
-            from glassengine.compare.hints import rank_and_hints
+            from glassengine.compare.ranks.hints import rank_and_hints
 
             pairs = [self._found.pairs[place] for place in places]
             rank, hints = rank_and_hints(places.index(asked), pairs, [match for _, match in each], left, right)
         hints = (*rounded_update(match, left, right), *hints)
         if not hints and not self._session.is_assembled:
-            from glassengine.compare.hints import rearranged
+            from glassengine.compare.rearranged import rearranged
 
             hints = rearranged(match, left, right)
         return rank, hints
