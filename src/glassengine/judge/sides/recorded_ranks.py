@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.compare.hints import of_parts
 from glassengine.compare.matching.sources import OfRank
 from glassengine.compare.ranks.assembly import COPIES, EXPLAINED, error_of
+from glassengine.compare.ranks.hints import of_parts
 from glassengine.compare.ranks.ranks import AssembledRanks
 from glassengine.errors import UsageError
 from glassengine.judge.cases import Case, Given, StepInputs, by_name
