@@ -412,9 +412,9 @@ def test_a_signal_handler_that_raises_within_a_hook(
             if armed and place == "put":
                 signal.raise_signal(signal.SIGUSR1)
 
-    class SlowRepetition(passage.Repetition):
-        def take(self, *given: Any) -> bool:
-            done = super().take(*given)
+    class SlowProducer(passage.Producer):
+        def take_repeat(self, *given: Any) -> bool:
+            done = super().take_repeat(*given)
             if armed and place == "take" and done:
                 signal.raise_signal(signal.SIGUSR1)
             return done
@@ -426,7 +426,7 @@ def test_a_signal_handler_that_raises_within_a_hook(
             return super().items()
 
     monkeypatch.setattr("glassengine.recording.ring.producer.OpenBlock", SlowBlock)
-    monkeypatch.setattr("glassengine.recording.ring.producer.Repetition", SlowRepetition)
+    monkeypatch.setattr("glassengine.recording.background.Producer", SlowProducer)
     model = Calls(lambda self, x: Items(y=self.fc(x)), fc=nn.Linear(4, 4))
     before = signal.signal(signal.SIGUSR1, late)
     try:

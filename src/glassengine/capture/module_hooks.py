@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,6 +108,7 @@ class Delivery:
 
 
 _NO_STEP = -1
+_NO_BACKWARD = -1
 
 
 class _Forks:
@@ -259,55 +261,92 @@ class ModuleHooks:
         return forward
 
     def _observers(self, known: KnownModule) -> tuple[Callable[..., None], Callable[..., None]]:
-        # They run thousands of times a second: what does not change is looked up once.
-        local, take, deliver, gradients = self._local, self._intake.take, self._delivery.deliver, self._gradients
+        # They run thousands of times a second: what does not change is looked up once, and the calls of most modules
+        # (once in a forward, inside of another one; one tensor goes in, one comes out) are noted right here.
+        local, take = self._local, self._intake.take
         graph_task, forks, path = torch._C._current_graph_task_id, self._forks, known.paths[0]
         first, first_input = (known, path, False), path + ":in[0]"
-        is_usual = not known.is_root and len(known.paths) == 1 and not known.is_wrapped
+        is_usual = not (known.is_root or len(known.paths) > 1 or known.is_wrapped or self._gradients)
+        note_before, note_after = partial(self._note_before, known), partial(self._note_after, known)
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if module is not known.module or _Forks.count != forks:
+            if local.is_noting:
+                local.wait(note_before, module, args, kwargs)
                 return
-            if graph_task() != -1:
-                self.recomputed.before(known, self._current(), args, kwargs)
-                return
-            forward = local.forward
-            # The short way of most modules: once in a forward, inside of another one.
-            if is_usual and forward is not None and forward.open and path not in forward.num_calls:
-                forward.num_calls[path] = 1
-                forward.open.append(first)
-                known.is_called = True
-                where, site = path, first_input
-            else:
-                forward, entered = self._before(known, forward, args, kwargs)
-                if entered is None:
-                    return
-                where, site = entered, entered + ":in[0]"
-            if not forward.records:
-                return
-            if len(args) == 1 and type(args[0]) is Tensor and not gradients:
-                take(site, forward.step, args[0])
-            elif args:
-                deliver(forward, where, ":in", args)
-            if kwargs:
-                deliver(forward, where, ":in", kwargs)
+            local.is_noting = True
+            try:
+                forward = local.forward
+                if (
+                    is_usual
+                    and forward is not None
+                    and forward.open
+                    and path not in forward.num_calls
+                    and not kwargs
+                    and len(args) == 1
+                    and type(args[0]) is Tensor
+                    and module is known.module
+                    and _Forks.count == forks
+                    and graph_task() == _NO_BACKWARD
+                ):
+                    forward.num_calls[path] = 1
+                    forward.open.append(first)
+                    known.is_called = True
+                    if forward.records:
+                        take(first_input, forward.step, args[0])
+                else:
+                    note_before(module, args, kwargs)
+                if local.waiting:
+                    local.note_apart()
+            finally:
+                local.is_noting = False
 
         def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-            forward = local.forward
-            if forward is None or not forward.open or module is not known.module:
-                if gradients and module is known.module and graph_task() != -1:
-                    self.recomputed.after(known, self._current(), result)
+            if local.is_noting:
+                local.wait(note_after, module, args, kwargs, result)
                 return
-            called_last, where, passed_on = forward.open[-1]
-            # The short way of most modules: one tensor comes out, and it is not the end of the forward.
-            if called_last is known and type(result) is Tensor and not gradients and len(forward.open) > 1:
-                forward.open.pop()
-                if forward.records and not passed_on:
-                    take(where, forward.step, result)
-            else:
-                self._after(known, forward, args, kwargs, result)
+            local.is_noting = True
+            try:
+                forward = local.forward
+                if (
+                    is_usual
+                    and forward is not None
+                    and len(forward.open) > 1
+                    and forward.open[-1][0] is known
+                    and type(result) is Tensor
+                    and module is known.module
+                ):
+                    _, where, passed_on = forward.open.pop()
+                    if forward.records and not passed_on:
+                        take(where, forward.step, result)
+                else:
+                    note_after(module, args, kwargs, result)
+                if local.waiting:
+                    local.note_apart()
+            finally:
+                local.is_noting = False
 
-        return local.one_by_one(before), local.one_by_one(after)
+        return before, after
+
+    def _note_before(self, known: KnownModule, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module is not known.module or _Forks.count != self._forks:
+            return
+        if torch._C._current_graph_task_id() != _NO_BACKWARD:
+            self.recomputed.before(known, self._current(), args, kwargs)
+            return
+        forward, where = self._before(known, self._local.forward, args, kwargs)
+        if where is None or not forward.records:
+            return
+        if args:
+            self._delivery.deliver(forward, where, ":in", args)
+        if kwargs:
+            self._delivery.deliver(forward, where, ":in", kwargs)
+
+    def _note_after(self, known: KnownModule, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        forward = self._local.forward
+        if forward is not None and forward.open and module is known.module:
+            self._after(known, forward, args, kwargs, result)
+        elif self._gradients and module is known.module and torch._C._current_graph_task_id() != _NO_BACKWARD:
+            self.recomputed.after(known, self._current(), result)
 
     def _before(
         self, known: KnownModule, forward: OpenCalls | None, args: Any, kwargs: Any

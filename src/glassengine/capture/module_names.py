@@ -77,37 +77,29 @@ class OpenCalls:
 
 
 class OfThread(threading.local):
-    """The forward that is open in a thread, and the step that was the last one there."""
+    """The forward that is open in a thread, and the step that was the last one there.
+
+    Attributes:
+        is_noting: Whether a call is being noted: what is called meanwhile, by the handler of a signal, has to wait.
+        waiting: What notes these calls, and its arguments.
+    """
 
     forward: OpenCalls | None = None
     last: int | None = None
 
     def __init__(self) -> None:
-        self._is_noting = False
-        self._waiting: list[tuple[Callable[..., None], Any]] = []
+        self.is_noting = False
+        self.waiting: list[tuple[Callable[..., None], Any]] = []
 
-    def one_by_one(self, note: Callable[..., None]) -> Callable[..., None]:
-        """Return what notes a call; what the handler of a signal calls meanwhile is noted when that is done."""
+    def wait(self, note: Callable[..., None], *call: Any) -> None:
+        """Keep what the handler of a signal calls while a call is noted."""
+        self.waiting.append((note, pytree.tree_map_only(Tensor, torch.clone, call)))
 
-        def noted(*call: Any) -> None:
-            if self._is_noting:
-                self._waiting.append((note, pytree.tree_map_only(Tensor, torch.clone, call)))
-                return
-            self._is_noting = True
-            try:
-                note(*call)
-                if self._waiting:
-                    self._note_apart()
-            finally:
-                self._is_noting = False
-
-        return noted
-
-    def _note_apart(self) -> None:
-        """Note whole forwards that have ended, which are no part of the one that is open."""
+    def note_apart(self) -> None:
+        """Note what waits: whole forwards that have ended, which are no part of the one that is open."""
         self.forward, outer = None, self.forward
-        while self._waiting:
-            note, call = self._waiting.pop(0)
+        while self.waiting:
+            note, call = self.waiting.pop(0)
             note(*call)
         self.forward = outer
 
