@@ -18,9 +18,9 @@ from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
     from glassengine.backends.calibration import calibrate
-    from glassengine.capture.runs.target import record_target
-    from glassengine.capture.scripts.run_script import record_script
-    from glassengine.compare.many import compare_many
+    from glassengine.capture.run_script import record_script
+    from glassengine.capture.target import record_target
+    from glassengine.compare.compare import compare_many
     from glassengine.compare.series import compare_series
     from glassengine.diagnose.engines.side_by_side import side_by_side
     from glassengine.diagnose.invariance.engines import prove_batch_invariant
@@ -66,16 +66,16 @@ _PUBLIC = {
     "calibrate": "glassengine.backends.calibration",
     "check_invariant_script": "glassengine.diagnose.invariance.recorded",
     "compare_artifacts": "glassengine.program.representation.artifacts",
-    "compare_many": "glassengine.compare.many",
+    "compare_many": "glassengine.compare.compare",
     "compare_series": "glassengine.compare.series",
     "find_series": "glassengine.recording.series",
     "is_served": "glassengine.serving.protocol:is_kind",
     "measure_noise_floor": "glassengine.diagnose.noise_floor",
     "measure_script_floor": "glassengine.diagnose.script_floor",
     "prove_batch_invariant": "glassengine.diagnose.invariance.engines",
-    "record_script": "glassengine.capture.scripts.run_script",
+    "record_script": "glassengine.capture.run_script",
     "record_served": "glassengine.serving.record",
-    "record_target": "glassengine.capture.runs.target",
+    "record_target": "glassengine.capture.target",
     "side_by_side": "glassengine.diagnose.engines.side_by_side",
     "upload": "glassengine.recording.read.upload",
     "watch_modules": "glassengine.diagnose.paired_modules",

@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from glassengine.blocks.arrays import values_of
-from glassengine.capture.intake.deferred_writer import Writer
-from glassengine.compare.matching.source_wrapper import OpenedSource, Padding
+from glassengine.capture.intake import Writer
+from glassengine.compare.matching.sources import OpenedSource, Padding
 from glassengine.errors import GlassError
 from glassengine.numerics.float64 import retarget
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff

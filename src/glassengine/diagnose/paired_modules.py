@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from glassengine.capture.runs.record import describe_model
+from glassengine.capture.record import describe_model
 from glassengine.diagnose.paired_steps import LiveStep, StepComparison, StepRecorder
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.recording.layout.layout import LeftOut

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.diagnose import check
 from glassengine.judge.exclusions.perturbation import Followed
 from glassengine.judge.exclusions.undefined_casts import UndefinedCasts

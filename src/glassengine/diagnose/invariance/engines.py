@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.diagnose.invariance.rows import PartMapping, same_under
 from glassengine.diagnose.invariance.subjects import NUM_ROWS, InvarianceSubject, Results, differences, more_rows
 from glassengine.diagnose.invariance.trace import TracedOp

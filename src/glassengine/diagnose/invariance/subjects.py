@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from glassengine.capture.calls.tensor_trees import tensors_in
+from glassengine.capture.calls import tensors_in
 from glassengine.diagnose.invariance.rows import largest_difference, same_bits
 from glassengine.diagnose.invariance.trace import CallTrace, TracedOp, line_of, tensors_of
 from glassengine.diagnose.invariance.ways import SPARE, Way

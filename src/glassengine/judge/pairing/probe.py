@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.judge.cases import Case, StepInputs, by_name, empty_caches
 from glassengine.program.kinds.image_text import ROWS
 from glassengine.program.representation.naming import is_tensor_node

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.judge.graphs.by_name import SitePair
 from glassengine.judge.sides.protocol import Arranged

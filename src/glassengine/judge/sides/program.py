@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from glassengine.backends.calibration import kernels_of
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.errors import BackendError, first_line
 from glassengine.judge.cases import Case, Given, StepInputs, by_name, empty_caches
 from glassengine.judge.end_to_end import results_of

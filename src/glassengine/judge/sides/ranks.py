@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.capture.observers.interpreter import run_ranks
+from glassengine.capture.observers import run_ranks
 from glassengine.errors import IncomparableError
 from glassengine.judge.cases import Given, by_name, empty_caches
 from glassengine.judge.end_to_end import results_of
