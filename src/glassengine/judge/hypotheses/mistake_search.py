@@ -22,6 +22,7 @@ from glassengine.judge.hypotheses.mistakes.catalog import Family
 from glassengine.judge.hypotheses.trials.hypothesis import constants_of, of_weight, part_of, short, whole_of
 from glassengine.judge.hypotheses.trials.question import Question, TheirRegion, in_its_dtype, noise_of
 from glassengine.judge.hypotheses.trials.trial import FAILS, OF_DIFFERENCES, Budget, Trial, real_parts
+from glassengine.program.representation.naming import source_line
 from glassengine.program.representation.program import Program
 from glassengine.results import Hint
 
@@ -119,9 +120,10 @@ class MistakeSearch:
 
     def _place(self, trial: Trial, edited: Collection[Node]) -> str | None:
         """Return the op that a mistake is in; None for the last of the piece, and where the candidate's are known."""
-        if len(edited) != 1:
+        own = [self._nodes.get(node.name, node) for node in edited]
+        if len({source_line(node) or node.name for node in own}) != 1:
             return None
-        (place,) = edited
+        *_, place = edited
         if place.op == "placeholder":
             readers = [op for op in trial.ops if place in op.all_input_nodes]
             if len(readers) != 1:
@@ -130,8 +132,8 @@ class MistakeSearch:
         if place is trial.end or place.name in self._known:
             return None
         # Its other readers would be wrong as well, which is not known.
-        inside, own = {op.name for op in trial.ops}, self._nodes.get(place.name)
-        others = () if own is None else (one for one in own.users if "_assert" not in str(one.target))
+        inside, users = {op.name for op in trial.ops}, self._nodes.get(place.name, place).users
+        others = (one for one in users if "_assert" not in str(one.target))
         is_read_elsewhere = any(user.name not in inside for user in others)
         return None if is_read_elsewhere else place.name
 
