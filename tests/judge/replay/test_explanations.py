@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from glassengine.judge.graphs.cut import cut
-from glassengine.judge.graphs.flat import flat_program, with_values
+from glassengine.judge.flat_graphs import flat_program, with_values
+from glassengine.judge.pieces import cut
 from glassengine.judge.replay.expected import ReplayedTensor
 from glassengine.judge.replay.explanations import EXPLANATIONS
 from glassengine.judge.replay.replay import Cut, Replay

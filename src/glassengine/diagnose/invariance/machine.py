@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from glassengine import environment
-from glassengine.diagnose.invariance.rows import largest_difference, same_bits
+from glassengine.diagnose.invariance.ways import largest_difference, same_bits
 
 _BATCHES = (2, 3, 4, 5, 8, 16, 17)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -1,18 +1,25 @@
-"""The levels of a check: which sides run, what of them can be observed, how their tensors pair with the baseline's."""
+"""The levels of a check: which sides run, what of them can be observed, how their tensors pair with the baseline's.
+
+A whole program that is compiled op by op costs one compilation per distinct node: without `--all-levels` only what the
+engine got wrong is compiled alone, with its neighbors: is the op itself miscompiled, or only together with others?
+"""
 
 from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from glassengine.backends import registry
-from glassengine.backends.calibration import kernels_of
+from glassengine.backends.calibration import kernels_of, of_any_runtime
+from glassengine.backends.registry import choose_graph_backend
+from glassengine.compare.matching.maps import TensorMap
 from glassengine.diagnose.ladder.climb import (
     Climb,
     engine_nodes,
@@ -22,7 +29,6 @@ from glassengine.diagnose.ladder.climb import (
     sizes_of,
     skip_unpaired,
 )
-from glassengine.diagnose.ladder.op_by_op import op_by_op
 from glassengine.diagnose.ladder.step_by_step import require_no_memory
 from glassengine.engine import files
 from glassengine.engine.build.build import build_program, compiled_beside
@@ -31,17 +37,20 @@ from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import ParallelEngine
 from glassengine.engine.run.member import mesh_of, part_of
 from glassengine.errors import GlassError, IncomparableError, UsageError
+from glassengine.frontends.eager_debug import op_runner
 from glassengine.judge.cases import Case, Inputs, causal_cases, module_cases
-from glassengine.judge.graphs.by_name import SitePair
 from glassengine.judge.pairing.by_value import pair_programs
 from glassengine.judge.pairing.weights import compare_paired_weights
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.arguments import Arguments, without_cache
-from glassengine.judge.sides.engine import EngineSide
-from glassengine.judge.sides.program import ProgramSide, untouched
+from glassengine.judge.sides.engine import EngineSide, RanksSide
+from glassengine.judge.sides.program import OpByOpSide, ProgramSide, untouched
 from glassengine.judge.sides.protocol import Arranged, Guarantee, Place
-from glassengine.judge.sides.ranks import RanksSide
+from glassengine.judge.sides.recorded import RecordedModules, RecordedOps, RecordedTensors, dtype_of
+from glassengine.judge.sides.recorded_ranks import RecordedRanks, TensorsOfRanks
+from glassengine.judge.site_pairs import SitePair
 from glassengine.judge.verdict.score import Score
+from glassengine.numerics.float64 import FLOAT32_SUMS, Accumulation
 from glassengine.program import LoadedModel, Program, export_program, load_inputs, made_up_inputs
 from glassengine.program.kinds.example_inputs import MadeUp
 from glassengine.program.parallel.placements import Mesh, ShardPlacement
@@ -49,6 +58,7 @@ from glassengine.program.parallel.rewrite import lay_out
 from glassengine.program.representation.passes import apply_pass
 from glassengine.program.representation.stored import load_program
 from glassengine.progress import Progress, Work
+from glassengine.recording.read.source import TensorSource
 from glassengine.results import Skipped
 
 logger = logging.getLogger("glassengine")
@@ -170,6 +180,44 @@ def add_op_by_op(climb: Climb, backend: str | None, progress: Progress) -> None:
     climb.scores.insert(place, Score(side, climb.program))
 
 
+def op_by_op(
+    baseline: Program,
+    program: Program,
+    pairs: Mapping[str, SitePair],
+    backend: str | None,
+    *,
+    around: Iterable[str] | None = None,
+    accumulation: Accumulation = FLOAT32_SUMS,
+) -> OpByOpSide:
+    """Return the side.
+
+    Args:
+        baseline: The baseline program, which judges.
+        program: What is run: the baseline's own, after its passes.
+        pairs: Baseline node -> pair.
+        backend: What compiles; None takes the default one.
+        around: Baseline nodes to compile alone, with what feeds them and what they feed; None compiles all.
+        accumulation: How the back-end sums products.
+
+    Raises:
+        UsageError: The back-end builds whole engines only, or the program is an ONNX graph.
+        BackendError: It cannot be used here.
+    """
+    if program.onnx is not None:
+        raise UsageError("an ONNX file is run node by node already")
+    runner = op_runner(type(choose_graph_backend(backend)))
+    alone = None
+    if around is not None:
+        nodes = [program.node(pairs[name].candidate.node) for name in around if name in pairs]
+        alone = frozenset(near.name for node in nodes for near in (node, *node.all_input_nodes, *node.users))
+    dtype: torch.dtype | None = getattr(torch, str(program.metadata.get("dtype")), None)
+    replay = Replay(baseline, compiled=True, dtype=dtype, accumulation=accumulation)
+    guarantee = Guarantee.EVERY_OP if around is None else Guarantee.NEAR_THE_ERROR
+    return OpByOpSide(
+        program, pairs, place=Place.OP_BY_OP, guarantee=guarantee, replay=replay, runner=runner, alone=alone
+    )
+
+
 def add_engine(climb: Climb, release: Engine, progress: Progress, *, only_release: bool = False) -> None:
     """An engine as candidate: judged as the release, with an observable twin built from its own stored program."""
     program = release.program
@@ -278,3 +326,28 @@ def add_ranks(climb: Climb, engine: ParallelEngine, program: Program, replay: Re
 
 def _program(directory: Path) -> Program:
     return load_program(directory, files.load_weights(directory / files.WEIGHTS))
+
+
+def tensors_of(climb: Climb, record: TensorSource, rules: TensorMap | None) -> RecordedTensors:
+    """Return the tensors of a record by the names of the baseline's program."""
+    if len({entry.rank for entry in record.entries}) > 1:
+        return TensorsOfRanks(record, climb.program, climb.model, climb.cases[0])
+    return RecordedTensors(record, climb.program, rules)
+
+
+def add_record(climb: Climb, tensors: RecordedTensors) -> torch.dtype | None:
+    """A record of another run; returns its dtype: what it says, else that of most of its floating tensors."""
+    dtype = dtype_of(tensors.source, by_values=not isinstance(tensors, TensorsOfRanks))
+    accumulation = climb.of_runtime(of_any_runtime())
+    if "op" in tensors.kinds and not isinstance(tensors, TensorsOfRanks):
+        replay = Replay(climb.program, compiled=True, dtype=dtype, accumulation=accumulation)
+        climb.add(RecordedOps(tensors, climb.program, replay=replay))
+    else:
+        segments = Replay(climb.program, cut=Cut.SEGMENT, dtype=dtype, accumulation=accumulation)
+        if isinstance(tensors, TensorsOfRanks):
+            climb.add(RecordedRanks(nn.Identity(), climb.program, tensors=tensors, replay=segments))
+        else:
+            climb.add(RecordedModules(nn.Identity(), climb.program, tensors=tensors, replay=segments))
+    for item in tensors.source.skipped:
+        climb.skipped.append(Skipped(item.site, "candidate", item.reason, step=item.step, level=Place.RECORD))
+    return dtype

@@ -17,9 +17,8 @@ from glassengine.errors import UsageError, first_line
 from glassengine.judge.pairing.by_value import pair_programs
 from glassengine.judge.pairing.weights import compare_paired_weights, compare_weights, states_alike, weights_of
 from glassengine.judge.replay.replay import Cut, Replay
-from glassengine.judge.sides.graft import Grafts
 from glassengine.judge.sides.module import UntouchedCandidate, own_names
-from glassengine.judge.sides.program import ProgramSide
+from glassengine.judge.sides.program import Grafts, ProgramSide
 from glassengine.judge.sides.protocol import RUNTIME, Arranged, Place
 from glassengine.program import LoadedModel
 from glassengine.progress import Progress, Work

@@ -16,13 +16,12 @@ import torch
 from torch.fx import Node
 
 from glassengine.judge.cases import Given, by_name, empty_caches
-from glassengine.judge.exclusions.dead_elements import unread_nodes
 from glassengine.judge.exclusions.masked import valid_in_step
-from glassengine.judge.graphs.cut import Piece
-from glassengine.judge.replay.expected import Claim, ReplayedTensor
+from glassengine.judge.exclusions.perturbation import unread_nodes
+from glassengine.judge.pieces import Piece
+from glassengine.judge.replay.expected import Claim, ReplayedTensor, SegmentReplay
 from glassengine.judge.replay.explanations import proven, replayed
 from glassengine.judge.replay.op import Ops
-from glassengine.judge.replay.segments import SegmentReplay
 from glassengine.judge.replay.values import Values
 from glassengine.numerics.activations import Read
 from glassengine.numerics.float64 import FLOAT32_SUMS, Accumulation

@@ -16,16 +16,16 @@ from torch.fx import Node
 
 from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import EndToEnd
-from glassengine.judge.exclusions.dead_elements import MOST_MARKED, Differing, differing, unread
 from glassengine.judge.exclusions.masked import completed
-from glassengine.judge.exclusions.sources_per_step import CHOICES, TEXTS
+from glassengine.judge.exclusions.perturbation import MOST_MARKED, Differing, differing, unread
+from glassengine.judge.exclusions.sources import CHOICES, TEXTS
 from glassengine.judge.hypotheses.hints import Hints
 from glassengine.judge.replay.expected import ReplayedTensor
 from glassengine.judge.sides.protocol import Observed, Side
-from glassengine.judge.verdict.drift import Drift
 from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.judge.verdict.origins import OriginTracker, Why
 from glassengine.numerics.distances import measure, tensor_values
+from glassengine.numerics.drift import Drift
 from glassengine.numerics.exemptions import BELOW, DRAWN, PADDING, TIES, UNREAD, UNWRITTEN, Ledger, Masks
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.mask_values import is_finite
