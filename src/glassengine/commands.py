@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from glassengine.capture.scripts.run_script import record_script
     from glassengine.compare.many import compare_many
     from glassengine.compare.series import compare_series
-    from glassengine.diagnose.invariance.machine import batch_table
     from glassengine.diagnose.invariance.recorded import check_invariant_script
     from glassengine.diagnose.invariance.subjects import prove_batch_invariant
+    from glassengine.diagnose.invariance.ways import batch_table
     from glassengine.diagnose.noise_floor import measure_noise_floor
     from glassengine.diagnose.paired_run import PairedScript, watch_scripts
     from glassengine.diagnose.paired_steps import watch_modules
@@ -62,7 +62,7 @@ __all__ = [
 _PUBLIC = {
     "PairedScript": "glassengine.diagnose.paired_run",
     "SeriesReader": "glassengine.recording.series",
-    "batch_table": "glassengine.diagnose.invariance.machine",
+    "batch_table": "glassengine.diagnose.invariance.ways",
     "calibrate": "glassengine.backends.calibration",
     "check_invariant_script": "glassengine.diagnose.invariance.recorded",
     "compare_artifacts": "glassengine.program.representation.artifacts",

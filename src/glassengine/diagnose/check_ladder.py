@@ -27,8 +27,16 @@ from glassengine.diagnose.ladder.bisect_release import bisect_release
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.generations import JUDGED, joined
 from glassengine.diagnose.ladder.judging import explain_engine, judge_alike, judge_cases, judge_sums_again, kept
-from glassengine.diagnose.ladder.levels import add_built, add_engine, add_record, arguments_of, tensors_of
-from glassengine.diagnose.ladder.other_model import add_model, leave_out_export, start_stage
+from glassengine.diagnose.ladder.levels import (
+    add_built,
+    add_engine,
+    add_model,
+    add_record,
+    arguments_of,
+    leave_out_export,
+    start_stage,
+    tensors_of,
+)
 from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.diagnose.ladder.step_by_step import StepStage, numbered, staged
 from glassengine.diagnose.reproduction.reproduce import with_reproduction

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import glassengine as glass
 from glassengine.cli.main import main
-from glassengine.diagnose import prompt_level
+from glassengine.diagnose import check_model
 from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.plugins.serving.ggml.write import vocabulary_of, write_gguf
@@ -64,7 +64,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("a process was asked")
 
-    monkeypatch.setattr(prompt_level, "compare_in", refuse)
+    monkeypatch.setattr(check_model, "compare_in", refuse)
 
 
 def shown(result: Comparison, tmp_path: Path) -> str:
@@ -126,7 +126,7 @@ def test_a_tokenizer_that_cannot_be_opened_is_a_note(
     def fails(*_: object, **__: object) -> None:
         raise UsageError("the tokenizer cannot be opened", got="data did not match")
 
-    monkeypatch.setattr(prompt_level, "compare_in", fails)
+    monkeypatch.setattr(check_model, "compare_in", fails)
     other = copied(model, tmp_path / "other", lambda document: document["model"]["merges"].insert(0, ["zq", "qz"]))
     result = glass.check(model, candidate=other, steps=0)
     assert result.ok and result.prompt is None
@@ -165,5 +165,5 @@ def test_factories_of_models_are_no_tokenizers(model: Path, tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text("def net(): ...\ndef words(): ...\n", encoding="utf-8")
     requests = [CheckRequest(side, "net.py:net", Policy()) for side in (model, "net.py:net", torch.nn.ReLU())]
-    assert [prompt_level._sides_of(request, None) for request in requests] == [None, None, None]
-    assert prompt_level._sides_of(requests[0], "net.py:words") == (str(model), "net.py:words")
+    assert [check_model._sides_of(request, None) for request in requests] == [None, None, None]
+    assert check_model._sides_of(requests[0], "net.py:words") == (str(model), "net.py:words")
