@@ -116,7 +116,7 @@ def test_an_inductor_bug_is_cut_down_to_one_op(eager: Path, tmp_path: Path) -> N
     bisection = found.bisection
     assert not found.ok and bisection is not None and bisection.failure == "accuracy"
     assert len(bisection.ops) <= 3 and [op.op for op in bisection.ops] == ["aten.relu.default"]
-    assert bisection.ops[0].source is not None and "test_replay.py:" in bisection.ops[0].source
+    assert bisection.ops[0].source is not None and "test_snapshot_replay.py:" in bisection.ops[0].source
     assert bisection.part is not None and bisection.part.startswith("inductor, lowerings")
     assert bisection.num_ops >= 6 and bisection.reproduction == str(folder)
     # The setting that plants the bug is one of the compiler: it is written down, and without it the test passes.

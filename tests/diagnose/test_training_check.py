@@ -114,7 +114,9 @@ def test_a_wrong_backward_is_named() -> None:
     step, phase, site = where(result)
     assert (result.ok, result.verdict, step, phase) == (False, "wrong", 0, "backward")
     assert site.startswith(".:backward/mul.")
-    assert result.first_divergence is not None and "test_check.py" in str(result.first_divergence.candidate_source)
+    assert result.first_divergence is not None and "test_training_check.py" in str(
+        result.first_divergence.candidate_source
+    )
     # The forward is right, and the update is right for the gradients that it was given.
     assert {level.name: level.verdict in ("identical", "rounding") for level in result.levels} == {
         "forward": True,
@@ -144,7 +146,7 @@ def test_a_wrong_forward_is_named_with_its_line() -> None:
     result = check(net(WrongForward))
     assert where(result)[:2] == (0, "forward")
     assert result.first_divergence is not None and result.first_divergence.source is not None
-    assert "test_check.py" in result.first_divergence.source
+    assert "test_training_check.py" in result.first_divergence.source
 
 
 @pytest.mark.parametrize(
@@ -472,7 +474,7 @@ def test_f72_a_wrong_backward_is_named_as_the_gradient_of_its_parameter(mistake:
     assert (
         ":backward/" in first.site
         and first.candidate_source is not None
-        and "test_findings.py" in first.candidate_source
+        and "test_training_check.py" in first.candidate_source
     )
 
 

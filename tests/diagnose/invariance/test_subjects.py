@@ -224,7 +224,9 @@ def test_an_engine_that_mixes_rows_is_named(backend: str, tmp_path: Path) -> Non
     assert not found.ok and found.change("run").verdict == "bitwise"
     change = found.change("batch")
     assert change.verdict == "beyond rounding" and change.cause == MIXED
-    assert change.first is not None and change.first.name == "mean" and "test_engines.py" in (change.first.source or "")
+    assert (
+        change.first is not None and change.first.name == "mean" and "test_subjects.py" in (change.first.source or "")
+    )
     assert not prove_batch_invariant(tmp_path / backend, INPUTS[0], num_batches=5).ok
 
 
