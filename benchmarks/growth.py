@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.reading import many_steps, written
 from benchmarks.report import keep, surroundings
-from glassengine.capture.runs.record import record
+from glassengine.capture.record import record
 from glassengine.compare.compare import compare
 from glassengine.recording.read.reader import Recording
 from glassengine.recording.write.writer import RecordingWriter

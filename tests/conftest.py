@@ -62,7 +62,7 @@ LONGEST = (
     "diagnose/end_to_end/test_bundled_model.py",
     "backends/end_to_end/test_conformance.py",
     "diagnose/test_snapshot_replay.py",
-    "capture/scripts/test_recorder.py",
+    "capture/test_script_recorder.py",
     "engine/build/test_artifacts.py",
     "backends/inductor/test_rewrites.py",
     "engine/end_to_end/test_trust.py",
@@ -101,7 +101,7 @@ LONGEST = (
     "cli/test_record.py",
     "diagnose/test_side_by_side.py",
     "capture/end_to_end/test_tensor_parallel.py",
-    "capture/runs/test_record.py",
+    "capture/test_record.py",
     "program/kinds/test_causal_lm.py",
 )
 

@@ -394,7 +394,7 @@ def test_environment_is_read_in_one_module() -> None:
             "from importlib import import_module\nimport_module('glassengine.diagnose')",
         ),
         ("glassengine.numerics.distances", "import glassengine as glass"),
-        ("glassengine.numerics.distances", "from glassengine.capture.observers.hooks import Hook"),
+        ("glassengine.numerics.distances", "from glassengine.capture.observers import Hook"),
         ("glassengine.cli.check", "from glassengine.diagnose.check_model import climb"),
         ("glassengine.cli.check", "from glassengine import diagnose"),
         ("glassengine.testing.faults", "from glassengine.cli.main import main"),

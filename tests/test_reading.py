@@ -33,7 +33,7 @@ REASONS: dict[str, dict[str, str]] = {
         "onnx.load": "what ONNX Runtime wrote a moment ago, into a directory of ours",
         "ParseFromString": "bytes that the room read; protobuf bounds depth by itself",
     },
-    "capture/watch/triggers.py": {"os.open": "to write"},
+    "capture/triggers.py": {"os.open": "to write"},
     "cli/errors.py": {"os.open": "/dev/null"},
     "workers/pipe.py": {"pickle.load": "what our own parent process sent, or our own child answered"},
     "diagnose/invariance/alone.py": {"torch.load": "what our own process wrote, with weights_only"},

@@ -44,7 +44,7 @@ ALLOWED = {
     ("engine/tokenizing.py", "os.fork"): "a copy of this process, which imports nothing",
     ("cli/mcp_server.py", "anyio.open_process"): "awaited; command and environment are of the place",
     ("cli/record.py", "sys.executable"): "compared with what the user names",
-    ("capture/scripts/recorder.py", "sys.executable"): "compared with what the script names",
+    ("capture/script_recorder.py", "sys.executable"): "compared with what the script names",
     (
         "plugins/serving/interpreter.py",
         "sys.executable",

@@ -10,8 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import glassengine as glass
-from glassengine.capture.observers.hooks import named_network_outputs, observing
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import named_network_outputs, observing, run_program
 from glassengine.errors import UsageError
 from glassengine.program.export.export import export_module
 from glassengine.program.representation.program import Program

@@ -21,7 +21,7 @@ from glassengine.deferred import deferred
 if TYPE_CHECKING:
     from glassengine import compat, lazy, metrics, profiler, snapshots, testing
     from glassengine.backends.registry import list_backends
-    from glassengine.capture.runs.record import record
+    from glassengine.capture.record import record
     from glassengine.compare.compare import compare
     from glassengine.diagnose import check
     from glassengine.diagnose.invariance.check import check_invariant
@@ -108,7 +108,7 @@ _PUBLIC = {
     "metrics": "glassengine.metrics",
     "open": "glassengine.recording.read.source:open_dump",
     "profiler": "glassengine.profiler",
-    "record": "glassengine.capture.runs.record",
+    "record": "glassengine.capture.record",
     "replay": "glassengine.diagnose.snapshot_replay",
     "sites": "glassengine.program",
     "snapshots": "glassengine.snapshots",
@@ -133,7 +133,7 @@ __getattr__, __dir__ = deferred(__name__, _PUBLIC)
 def _tell_of_nothing() -> None:
     loaded = sys.modules
     # A command runs what it runs; only with a script it is the user's own code that may have run nothing.
-    is_users = "glassengine.cli.main" not in loaded or "glassengine.capture.scripts.run_script" in loaded
+    is_users = "glassengine.cli.main" not in loaded or "glassengine.capture.run_script" in loaded
     # Without torch there was nothing to run, and what takes long to import is not imported for this.
     if not is_users or "torch" not in loaded:
         return

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from glassengine import environment
-from glassengine.capture.scripts.recorder import ScriptRecorder, call_at_end, finish
+from glassengine.capture.script_recorder import ScriptRecorder, call_at_end, finish
 
 _log = logging.getLogger(__name__)
 

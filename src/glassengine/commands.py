@@ -18,8 +18,8 @@ from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
     from glassengine.backends.calibration import calibrate
-    from glassengine.capture.runs.target import record_target
-    from glassengine.capture.scripts.run_script import record_script
+    from glassengine.capture.run_script import record_script
+    from glassengine.capture.target import record_target
     from glassengine.compare.many import compare_many
     from glassengine.compare.series import compare_series
     from glassengine.diagnose.invariance.recorded import check_invariant_script
@@ -73,9 +73,9 @@ _PUBLIC = {
     "measure_noise_floor": "glassengine.diagnose.noise_floor",
     "measure_script_floor": "glassengine.diagnose.script_floor",
     "prove_batch_invariant": "glassengine.diagnose.invariance.subjects",
-    "record_script": "glassengine.capture.scripts.run_script",
+    "record_script": "glassengine.capture.run_script",
     "record_served": "glassengine.serving.record",
-    "record_target": "glassengine.capture.runs.target",
+    "record_target": "glassengine.capture.target",
     "side_by_side": "glassengine.diagnose.side_by_side",
     "upload": "glassengine.recording.read.upload",
     "watch_modules": "glassengine.diagnose.paired_steps",

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from glassengine.capture.runtimes import when_imported
-from glassengine.capture.scripts.recorder import ScriptRecorder
+from glassengine.capture.script_recorder import ScriptRecorder
 from glassengine.cli.main import main
 from glassengine.recording.read.reader import Recording
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from glassengine.capture.runs.record import record as record_model
+from glassengine.capture.record import record as record_model
 from glassengine.compare import compare
 from glassengine.compare.judge import PairJudge, PairVerdict
 from glassengine.compare.matching.matching import MatchedPair

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.judge.cases import StepInputs, by_name, empty_caches
 from glassengine.judge.exclusions.masked import valid_mask
 from glassengine.numerics.float64 import double, retarget, target_of

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import glassengine as glass
-from glassengine.capture.scripts.run_script import record_script
+from glassengine.capture.run_script import record_script
 from glassengine.compare.compare import compare
 from glassengine.diagnose import script_floor
 from glassengine.diagnose.noise_floor import otherwise

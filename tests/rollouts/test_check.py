@@ -15,7 +15,7 @@ import glassengine as glass
 from glassengine.cli.main import main
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.rollouts.check import compare
-from glassengine.rollouts.samples import Rollout
+from glassengine.rollouts.formats import Rollout
 from glassengine.rollouts.trainer import Trainer
 from glassengine.schemas import schema
 from tests.rollouts.planted import FAMILIES, PAIRS, SINGLE, TINY, Plant, generate, model_of, outcome, plant, prompts

@@ -18,7 +18,7 @@ from glassengine.backends.protocol.backend import (
     program_network,
     taking_list,
 )
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.stored import load_program, save_program
 

@@ -29,9 +29,9 @@ import numpy as np
 import torch
 
 from glassengine import environment
-from glassengine.capture.calls.tensor_trees import tensors_in
-from glassengine.capture.intake.intake import Intake, StepCounter
-from glassengine.capture.watch.watcher import Watcher, watcher_of
+from glassengine.capture.calls import tensors_in
+from glassengine.capture.intake import Intake, StepCounter
+from glassengine.capture.watcher import Watcher, watcher_of
 from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.write.policy import RecordingPolicy, Wanted, Watch, watch_of
 from glassengine.sites import ROOT

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
-    from glassengine.capture.observers.hooks import NetworkOutputs, named_network_outputs
-    from glassengine.capture.runs.model_debugger import model_addition_debugger_context
+    from glassengine.capture.model_debugger import model_addition_debugger_context
+    from glassengine.capture.observers import NetworkOutputs, named_network_outputs
     from glassengine.compat import libneuronxla, torch_xla
     from glassengine.engine.run.step_files import StepFiles
     from glassengine.executable.counters import metrics_report
@@ -51,7 +51,7 @@ __all__ = [
 
 _PUBLIC = {
     "Dump": "glassengine.recording.read.source",
-    "NetworkOutputs": "glassengine.capture.observers.hooks",
+    "NetworkOutputs": "glassengine.capture.observers",
     "StepFiles": "glassengine.engine.run.step_files",
     "add_step_closure": "glassengine.executable.steps",
     "current_step": "glassengine.executable.steps",
@@ -60,8 +60,8 @@ _PUBLIC = {
     "libneuronxla": "glassengine.compat.libneuronxla",
     "mark_step": "glassengine.executable.steps",
     "metrics_report": "glassengine.executable.counters",
-    "model_addition_debugger_context": "glassengine.capture.runs.model_debugger",
-    "named_network_outputs": "glassengine.capture.observers.hooks",
+    "model_addition_debugger_context": "glassengine.capture.model_debugger",
+    "named_network_outputs": "glassengine.capture.observers",
     "register_hlo_snapshot_callback": "glassengine.executable.snapshot.policy",
     "register_network_output": "glassengine.taps",
     "torch_xla": "glassengine.compat.torch_xla",

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from glassengine.blocks.arrays import values_of
-from glassengine.capture.intake.deferred_writer import Writer
+from glassengine.capture.intake import Writer
 from glassengine.compare.matching.source_wrapper import OpenedSource, Padding
 from glassengine.errors import GlassError
 from glassengine.numerics.float64 import retarget

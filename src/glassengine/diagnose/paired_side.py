@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glassengine.capture.runs.record import Recorder, describe_model
+from glassengine.capture.record import Recorder, describe_model
+from glassengine.capture.run_script import run_recorded
 from glassengine.capture.runtimes import RuntimeRun
-from glassengine.capture.scripts.recorder import ScriptRecorder
-from glassengine.capture.scripts.run_script import run_recorded
+from glassengine.capture.script_recorder import ScriptRecorder
 from glassengine.diagnose.paired_steps import StepRecorder
 from glassengine.recording.layout.layout import LeftOut
 from glassengine.recording.layout.values import dtype_name

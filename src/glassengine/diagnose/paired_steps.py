@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from glassengine.capture.runs.record import Recorder, RecorderSettings, describe_model
+from glassengine.capture.record import Recorder, RecorderSettings, describe_model
 from glassengine.compare.compare import compare
 from glassengine.compare.roundings import SLACK
 from glassengine.errors import IncomparableError, UsageError

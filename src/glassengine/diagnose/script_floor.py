@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from glassengine import environment, starting
-from glassengine.capture.scripts.run_script import record_script
+from glassengine.capture.run_script import record_script
 from glassengine.diagnose.noise_floor import NUM_RUNS, Collector, otherwise
 from glassengine.errors import GlassError
 from glassengine.numerics.tolerance import is_inexact

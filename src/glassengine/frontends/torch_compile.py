@@ -28,7 +28,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from glassengine import environment, taps
 from glassengine.backends.protocol.backend import CachingGraphs, DecomposingGraphs, GraphFunction
 from glassengine.backends.registry import choose_graph_backend
-from glassengine.capture.calls.observed_call import has_compiled_call
+from glassengine.capture.observed_call import has_compiled_call
 from glassengine.errors import UnknownNameError
 from glassengine.executable.compilation import Occasion
 from glassengine.executable.graph import GraphKind, mutated_placeholders

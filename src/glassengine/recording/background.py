@@ -106,8 +106,9 @@ class BackgroundWriter:
         self._consumer = Consumer(self._writer, self._ring, self._pinned, self._notes, self._queue, self._wake)
         self._journal = Journal(self._notes, self._queue, self._on_wait)
         self._producer = Producer(
-            self._ring, self._queue, self._journal, self._most_bytes // 2, self._wake, self._on_wait
+            self._lock, self._ring, self._queue, self._journal, self._most_bytes // 2, self._wake, self._on_wait
         )
+        self.take_repeat = self._producer.take_repeat
         self._thread = threading.Thread(target=self._consumer.work, name="glassengine-recording", daemon=True)
         try:
             self._thread.start()
@@ -142,12 +143,6 @@ class BackgroundWriter:
     def failure(self) -> Exception | None:
         """What stopped the writing, if anything did."""
         return self._consumer.failure
-
-    def take_repeat(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
-        """Take the tensor as in an earlier step, written or measured, if the one before it was followed by it there."""
-        with self._lock:
-            repetition = self._producer.repetition
-            return repetition is not None and repetition.take(site, step, tensor, rank)
 
     def write(self, site: str, step: int, tensor: Tensor, *, rank: int = 0, **facts: Unpack[Facts]) -> None:
         """Take the values of `tensor` as they are now; the arguments are those of `RecordingWriter.write`."""

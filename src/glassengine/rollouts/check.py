@@ -17,11 +17,8 @@ from glassengine.errors import IncomparableError, UsageError
 from glassengine.program import LoadedModel, load_model
 from glassengine.results import Comparison, Findings, Policy, ResultComparison, Verdict
 from glassengine.results.without_tensors import RolloutCause, RolloutComparison, RolloutToken
-from glassengine.rollouts import precision
-from glassengine.rollouts.formats import read_rollout
-from glassengine.rollouts.gap import Gap
-from glassengine.rollouts.precision import PrecisionGap
-from glassengine.rollouts.samples import Rollout, Sample
+from glassengine.rollouts.formats import Rollout, Sample, read_rollout
+from glassengine.rollouts.gap import Gap, PrecisionGap, judge_rest, rounding_floor
 from glassengine.rollouts.search import GapExplanation, search, shares
 from glassengine.rollouts.settings import KIND_OF, RolloutSettings, changed, in_words, is_rounding
 from glassengine.rollouts.trainer import DTYPES, Trainer
@@ -115,7 +112,7 @@ def compare(
             got="log-probabilities of a greedy choice, or values that were never filled in",
             hint='ask vLLM for "raw_logprobs"; other engines for those before sampling',
         )
-    floor = precision.floor(gap, base)
+    floor = rounding_floor(gap, base)
     gap, where = _of_others(gap, base, floor)
     first = base
     if trainer.gates and any(one.routes is not None for one in gap.samples):
@@ -123,10 +120,10 @@ def compare(
         first = forced if gap.loss(forced) < _HELPS * gap.loss(base) else base
 
     def is_tight(settings: RolloutSettings) -> bool:
-        return precision.judge(gap, settings, engine_dtype).is_tight
+        return judge_rest(gap, settings, engine_dtype).is_tight
 
     found = search(gap, base, first, floor, is_tight)
-    rest = precision.judge(gap, found.settings, engine_dtype)
+    rest = judge_rest(gap, found.settings, engine_dtype)
     causes, left = _causes(gap, found, base, rest)
     causes = tuple(replace(one, text=one.text + where) for one in causes)
     if rest.dtype is None and left > _MOST_REST:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from glassengine.rollouts.gap import Gap
-from glassengine.rollouts.reported import Logits
-from glassengine.rollouts.settings import CHOICES, CONTINUOUS, SINGLE, TOKENS, RolloutSettings, changed
+from glassengine.rollouts.settings import CHOICES, CONTINUOUS, SINGLE, TOKENS, Logits, RolloutSettings, changed
 from glassengine.rollouts.trainer import configurations
 
 _MOST_CAUSES, _MOST_STATES = 3, 3

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from glassengine.errors import IncomparableError, UsageError, first_line
 from glassengine.program.kinds.causal_lm import cache_argument
-from glassengine.rollouts.samples import Sample
+from glassengine.rollouts.formats import Sample
 from glassengine.rollouts.settings import RolloutSettings
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}

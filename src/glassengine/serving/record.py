@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from glassengine.capture.runs.known_tokens import KnownTokens
+from glassengine.capture.target import KnownTokens
 from glassengine.errors import UsageError
 from glassengine.program import load_inputs
 from glassengine.recording.read.reader import Recording

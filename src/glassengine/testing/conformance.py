@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from glassengine.backends.protocol.backend import Backend, Run
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.engine.session.loaded import STEP_INPUTS
 from glassengine.executable.run.executable import compile_executable, load_executable
 from glassengine.judge.exclusions.perturbation import Followed

@@ -15,7 +15,7 @@ from torch import nn
 import glassengine as glass
 from glassengine.backends.inductor import backend as inductor
 from glassengine.backends.protocol.io import read_io
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.executable.run.executable import load_executable
 from glassengine.program.export.export import export_module
 from glassengine.program.representation.outputs import PREFIX, DerivedValues

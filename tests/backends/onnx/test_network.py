@@ -12,7 +12,7 @@ import torch
 from glassengine.backends.onnx.export import MODEL_FILE, export_onnx
 from glassengine.backends.onnx.network import list_network, list_optimized
 from glassengine.backends.protocol.backend import Network
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.program.representation.program import Program
 from glassengine.testing import models
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from glassengine.capture.runs.record import record
+from glassengine.capture.record import record
 from glassengine.recording.read.reader import Recording
 
 X = torch.linspace(-1, 1, 8).view(2, 4)

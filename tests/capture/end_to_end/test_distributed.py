@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from glassengine.capture.runs.record import record
+from glassengine.capture.record import record
 from glassengine.cli.main import main
 from glassengine.recording.layout.layout import Sharding
 from glassengine.recording.layout.records import sharding_from

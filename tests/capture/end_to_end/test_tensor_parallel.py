@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from glassengine.capture.intake.intake import parts_of, waited
-from glassengine.capture.runs.model_debugger import model_addition_debugger_context
-from glassengine.capture.runs.record import own_directory, record
-from glassengine.capture.runs.target import record_target
-from glassengine.capture.scripts.run_script import record_script
+from glassengine.capture.intake import parts_of, waited
+from glassengine.capture.model_debugger import model_addition_debugger_context
+from glassengine.capture.record import own_directory, record
+from glassengine.capture.run_script import record_script
+from glassengine.capture.target import record_target
 from glassengine.compare import compare
 from glassengine.recording.read.reader import Recording
 from tests import children

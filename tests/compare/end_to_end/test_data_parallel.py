@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from glassengine.capture.runs.record import record
+from glassengine.capture.record import record
 from glassengine.cli.main import main
 from glassengine.compare import compare
 from glassengine.recording.read.reader import Recording

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.program import ProgramSide

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import glassengine as glass
 from glassengine import commands
 from glassengine.backends.eager import EagerBackend
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.engine import Engine
 from glassengine.engine.build import artifacts
 from glassengine.errors import BackendError, CorruptError, UsageError

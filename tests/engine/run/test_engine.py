@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import glassengine as glass
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.engine import Engine
 from glassengine.errors import CorruptError, UsageError
 from glassengine.testing import models

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.diagnose import check
 from glassengine.engine.build.build import build_program
 from glassengine.judge.cases import Case, StepInputs

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.diagnose import check
 from glassengine.judge.exclusions.masked import HiddenRows
 from glassengine.judge.exclusions.perturbation import Followed, Source

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.judge.cases import module_cases
 from glassengine.judge.replay.replay import Replay
 from glassengine.numerics.exemptions import UNWRITTEN

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.judge.cases import Case, StepInputs, empty_caches
 from glassengine.judge.replay.reference import ReferenceRun
 from glassengine.numerics.noise import rounds

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import glassengine as glass
-from glassengine.capture.calls.observed_call import modules_being_called
+from glassengine.capture.observed_call import modules_being_called
 from glassengine.errors import UsageError
 from glassengine.executable.snapshot.reader import Snapshot
 from glassengine.plugins.lazy.running import settings

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import glassengine as glass
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.program.loading.stored import onnx_model, onnx_program
 from glassengine.program.onnx.file import read_onnx
 from glassengine.program.onnx.function import is_of_runtime_alone

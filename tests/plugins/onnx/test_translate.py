@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.program import load_model, sites
 from glassengine.program.loading.stored import onnx_model, onnx_program

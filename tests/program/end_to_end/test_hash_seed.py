@@ -18,7 +18,7 @@ import warnings
 CODE = """
     import json, torch
     torch.set_num_threads(1)
-    from glassengine.capture.observers.interpreter import run_program
+    from glassengine.capture.observers import run_program
     from glassengine.program.export.export import export_causal_lm
     from glassengine.testing import models
     program = export_causal_lm(models.gemma3())

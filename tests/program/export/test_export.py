@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import glassengine as glass
-from glassengine.capture.observers.hooks import observing
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import observing, run_program
 from glassengine.errors import UsageError
 from glassengine.program.export.export import export_module
 from glassengine.program.representation.program import Program

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from glassengine.capture.observers.hooks import observing
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import observing, run_program
 from glassengine.errors import UsageError
 from glassengine.program.export.export import export_causal_lm
 from glassengine.program.kinds.causal_lm import exportable_experts

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.program import sites
 from glassengine.program.loading.stored import read_exported, read_stored

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.export.graph_signature import OutputKind
 
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.program.export.export import export_module
 from glassengine.program.representation.outputs import (

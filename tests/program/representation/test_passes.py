@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.program.export.export import export_module
 from glassengine.program.representation.outputs import add_outputs, plan_outputs

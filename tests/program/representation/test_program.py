@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.errors import CorruptError
 from glassengine.program.export.export import export_module
 from glassengine.program.representation.outputs import add_outputs

@@ -10,7 +10,7 @@ import torch
 import transformers  # noqa: F401  # its logger has a handler from then on
 from torch import nn
 
-from glassengine.capture.observers.hooks import observing
+from glassengine.capture.observers import observing
 from glassengine.errors import UsageError
 from glassengine.program.export.export import export_module
 from glassengine.program.user_code.calls import (

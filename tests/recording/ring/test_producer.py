@@ -13,14 +13,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from glassengine.capture.intake.intake import Intake
+from glassengine.capture.intake import Intake
 from glassengine.recording import background as worker
 from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.layout.layout import LightTable, Sharding
 from glassengine.recording.layout.statistics import light, light_of_blocks
 from glassengine.recording.read.reader import Recording
 from glassengine.recording.ring import producer as repetition
-from glassengine.recording.ring.producer import Repetition, SeenTensors
+from glassengine.recording.ring.producer import Producer, SeenTensors
 from glassengine.recording.write import consumer
 from glassengine.recording.write import consumer as drain
 from glassengine.recording.write.policy import RecordingPolicy
@@ -32,14 +32,14 @@ RING = 1 << 20
 def again(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     """How many tensors were, and were not, the ones that were expected."""
     counted: Counter[bool] = Counter()
-    take = Repetition.take
+    take = Producer.take_repeat
 
-    def counting(self: Repetition, site: str, step: int, tensor: torch.Tensor, rank: int) -> bool:
+    def counting(self: Producer, site: str, step: int, tensor: torch.Tensor, rank: int) -> bool:
         found = take(self, site, step, tensor, rank)
         counted[found] += 1
         return found
 
-    monkeypatch.setattr(Repetition, "take", counting)
+    monkeypatch.setattr(Producer, "take_repeat", counting)
     return counted
 
 

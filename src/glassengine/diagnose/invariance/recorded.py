@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from glassengine import starting
-from glassengine.capture.scripts.run_script import record_script
+from glassengine.capture.run_script import record_script
 from glassengine.compare.compare import compare
 from glassengine.diagnose.invariance.causes import ATOMICS, RANDOM, THREADS
 from glassengine.diagnose.invariance.ways import ALL, described, largest_difference, same_bits, seed

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from glassengine.capture.calls.tensor_trees import tensors_in
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.calls import tensors_in
+from glassengine.capture.observers import run_program
 from glassengine.diagnose.invariance.trace import CallTrace, TracedOp, line_of, tensors_of
 from glassengine.diagnose.invariance.ways import SPARE, PartMapping, Way, largest_difference, same_bits, same_under
 from glassengine.diagnose.noise_floor import otherwise

@@ -25,7 +25,7 @@ from transformers import DynamicCache
 from glassengine import environment
 from glassengine.backends.protocol.backend import Backend, TakingModels
 from glassengine.backends.registry import backends_that
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.errors import BackendError, CorruptError, GlassError, UnknownNameError, UsageError
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import named

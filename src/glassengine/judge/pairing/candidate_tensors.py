@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.judge.cases import Case, StepInputs, by_name, empty_caches
 from glassengine.numerics.arrangements import Arrangement, Size, arrangements
 from glassengine.numerics.judgement import unit_roundoff

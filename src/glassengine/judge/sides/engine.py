@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.capture.observers.interpreter import run_ranks
+from glassengine.capture.observers import run_ranks
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.session.session import Session
 from glassengine.errors import IncomparableError

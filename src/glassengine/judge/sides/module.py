@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from glassengine.capture.observers.hooks import observing
+from glassengine.capture.observers import observing
 from glassengine.errors import GlassError, IncomparableError
 from glassengine.judge.cases import Case, Given, StepInputs, by_name, taken_by
 from glassengine.judge.replay.replay import Replay

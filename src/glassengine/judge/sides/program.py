@@ -16,7 +16,7 @@ from torch.fx import Interpreter, Node
 from torch.fx.node import map_arg
 
 from glassengine.backends.calibration import kernels_of
-from glassengine.capture.observers.interpreter import run_program
+from glassengine.capture.observers import run_program
 from glassengine.errors import BackendError, UnknownNameError, UsageError, first_line
 from glassengine.frontends.eager_debug import OpRunner
 from glassengine.judge.cases import Case, Given, StepInputs, by_name, empty_caches

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from glassengine.capture.runs.known_tokens import prompt_lengths
+from glassengine.capture.target import prompt_lengths
 from glassengine.compare.matching.assembling import assembled
 from glassengine.compare.matching.maps import MapRule, TensorMap, steps_of
 from glassengine.compare.matching.matching import pair_names

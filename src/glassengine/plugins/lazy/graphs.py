@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from glassengine import taps
-from glassengine.capture.calls.observed_call import modules_being_called
+from glassengine.capture.observed_call import modules_being_called
 from glassengine.executable.graph import CapturedGraph, input_spec
 from glassengine.plugins.lazy.memory import viewed
 from glassengine.plugins.lazy.symbols import Pattern, SizeSample, SymbolicSizes

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Unpack
 
 import torch
@@ -37,12 +38,16 @@ _BLOCK_BYTES = 1 << 20
 class Producer:
     """Takes what lies on the CPU as its values; used under the lock of its writer.
 
+    Args:
+        lock: That of the writer, which `take_repeat` takes itself.
+
     Attributes:
         repetition: What is expected to come as it did before, if anything is.
     """
 
     def __init__(
         self,
+        lock: AbstractContextManager[bool],
         ring: Ring,
         queue: deque[Item | RingPiece | Flag | None],
         journal: Journal,
@@ -53,6 +58,7 @@ class Producer:
         # Of these two one at most.
         self.repetition: Repetition | None = None
         self._block: OpenBlock | None = None
+        self._lock = lock
         self._ring = ring
         self._queue = queue
         self._journal = journal
@@ -62,6 +68,41 @@ class Producer:
         self._on_wait = on_wait
         # Address and size of large tensors -> what was last stored from there.
         self._recent: dict[tuple[int, int], RingTensor] = {}
+
+    def take_repeat(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
+        """Take the tensor as in an earlier step, written or measured, if it is the one that is expected next.
+
+        What is interrupted in here leaves the repetition as it was. Runs for nearly all tensors: one call does it all.
+        """
+        with self._lock:
+            repetition = self.repetition
+            if repetition is None:
+                return False
+            addresses, expected_next = repetition.addresses, repetition.expected
+            if len(addresses) == len(expected_next):
+                return False
+            expected, size, dtype, nbytes, start, original = expected_next[len(addresses)]
+            if (
+                expected == site
+                and step == repetition.step
+                and size == tensor.shape
+                and dtype is tensor.dtype
+                and rank == repetition.passage.rank
+                # Attributes only: methods of torch that compute let go of the interpreter lock.
+                and tensor.is_cpu
+                and tensor.layout is _STRIDED
+                and tensor.is_contiguous()
+            ):
+                address = tensor.data_ptr()
+                if original < 0:
+                    if address:
+                        MEMMOVE(repetition.address + start, address, nbytes)
+                        addresses.append(address)
+                        return True
+                elif addresses[original] == address and not MEMCMP(repetition.address + start, address, nbytes):
+                    addresses.append(address)
+                    return True
+            return False
 
     def put(self, seen: EarlierTensor, tensor: Tensor, what: tuple[int, int, bool, str | None]) -> None:
         """Take a contiguous tensor of the CPU.
@@ -75,7 +116,7 @@ class Producer:
         site = seen.description.site
         repetition = self.repetition
         if repetition is not None:
-            if seen.sharding is None and repetition.has_reason(reason) and repetition.take(site, step, tensor, rank):
+            if seen.sharding is None and repetition.has_reason(reason) and self.take_repeat(site, step, tensor, rank):
                 return
             self._end_repetition(is_other=repetition.step == step and repetition.passage.rank == rank)
         passage = seen.sequel
@@ -84,7 +125,7 @@ class Producer:
             position = self._ring.reserve(passage.nbytes, self._on_wait)
             self.wake_if_half_full()
             repetition = self.repetition = Repetition(passage, step, self._ring, position)
-            if repetition.take(site, step, tensor, rank):
+            if self.take_repeat(site, step, tensor, rank):
                 return
             self._end_repetition(is_other=False)
         if seen.is_small:
@@ -298,80 +339,48 @@ class SeenTensors:
 class Repetition:
     """A passage that comes again; used under the lock of its writer."""
 
-    __slots__ = ("_address", "_addresses", "_expected", "_rank", "passage", "position", "step")
+    __slots__ = ("address", "addresses", "expected", "passage", "position", "step")
 
     def __init__(self, passage: Passage, step: int, ring: Ring, position: int) -> None:
         self.passage = passage
         self.step = step
         self.position = position
-        self._expected = passage.expected
-        self._rank = passage.rank
-        self._address = ring.address_of(position)
+        self.expected = passage.expected
+        self.address = ring.address_of(position)
         # Of the tensors that came as expected.
-        self._addresses: list[int] = []
-
-    def take(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
-        """Take the tensor if it is the one that is expected next.
-
-        What is interrupted in here leaves the repetition as it was.
-        """
-        addresses = self._addresses
-        if len(addresses) == len(self._expected):
-            return False
-        expected, size, dtype, nbytes, start, original = self._expected[len(addresses)]
-        if (
-            expected == site
-            and step == self.step
-            and size == tensor.shape
-            and dtype is tensor.dtype
-            and rank == self._rank
-            # Attributes only: methods of torch that compute let go of the interpreter lock.
-            and tensor.is_cpu
-            and tensor.layout is _STRIDED
-            and tensor.is_contiguous()
-        ):
-            address = tensor.data_ptr()
-            if original < 0:
-                if address:
-                    MEMMOVE(self._address + start, address, nbytes)
-                    addresses.append(address)
-                    return True
-            elif addresses[original] == address and not MEMCMP(self._address + start, address, nbytes):
-                addresses.append(address)
-                return True
-        return False
+        self.addresses: list[int] = []
 
     def has_reason(self, reason: str | None) -> bool:
         """Return whether the next tensor is expected for `reason`."""
         reasons = self.passage.reasons
-        return len(self._addresses) == len(reasons) or reasons[len(self._addresses)] == reason
+        return len(self.addresses) == len(reasons) or reasons[len(self.addresses)] == reason
 
     @property
     def is_over(self) -> bool:
         """Whether all has come."""
-        return len(self._addresses) == len(self._expected)
+        return len(self.addresses) == len(self.expected)
 
     def end(self) -> tuple[int, list[Repeated], list[int]]:
         """Return where the used part of the slot ends, what came, and the address of the first tensor of each item."""
-        came, end = len(self._addresses), self.position
+        came, end = len(self.addresses), self.position
         items: list[Repeated] = []
         addresses = []
         for item, first, equal in self.passage.items:
             if first >= came:
                 break
-            position = self.position + self._expected[first][4]
+            position = self.position + self.expected[first][4]
             if isinstance(item, Alias):
                 original = items[equal]
                 assert isinstance(original, RingTensor)
-                items.append(Alias(item.seen, self.step, self._rank, original))
+                items.append(Alias(item.seen, self.step, self.passage.rank, original))
             elif isinstance(item, RingTensor):
-                items.append(RingTensor(item.seen, self.step, self._rank, position, item.reason))
+                items.append(RingTensor(item.seen, self.step, self.passage.rank, position, item.reason))
                 end = position + item.seen.nbytes
             else:
                 block = item.block_of_step(self.step, position, came - first)
                 items.append(block)
                 end = block.end
-            addresses.append(self._addresses[first])
+            addresses.append(self.addresses[first])
         return end, items, addresses
 
 

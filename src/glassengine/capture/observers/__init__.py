@@ -1,1 +1,0 @@
-"""Observe what runs: an eager module by hooks, a program node by node."""

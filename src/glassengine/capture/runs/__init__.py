@@ -1,1 +1,0 @@
-"""Record one model: within the user's own code, from the command line, or as transformers' debugger does."""
