@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import glassengine as glass
 from glassengine.backends import registry
 from glassengine.backends.eager import EagerBackend
 from glassengine.cli.main import main
-from glassengine.diagnose.ladder.levels import op_by_op
+from glassengine.diagnose.ladder.levels import add_op_by_op, start
 from glassengine.judge.site_pairs import pair_sites
-from glassengine.program import export_program, load_inputs, load_model
+from glassengine.program import load_inputs, load_model
+from glassengine.progress import silent
 from glassengine.results import Comparison
 from glassengine.testing import models
 
@@ -122,9 +124,10 @@ def test_every_op_is_compiled_alone_as_torch_counts_it(inputs: str) -> None:
     before = glass.metrics.current().counters.get("UncachedCompile", 0) + glass.metrics.current().counters.get(
         "CachedCompile", 0
     )
-    program = export_program(load_model(models.drawn(Net)), inputs=load_inputs(inputs))
-    pairs = {pair.baseline.node: pair for pair in pair_sites(program, program)[0]}
-    side = op_by_op(program, program, pairs, "inductor")
+    climb = start(load_model(models.drawn(Net)), load_inputs(inputs), 0, ExitStack(), silent)
+    climb.pairs = {pair.baseline.node: pair for pair in pair_sites(climb.program, climb.program)[0]}
+    add_op_by_op(climb, "inductor", silent)
+    side = climb.scores[-1].side
     side.begin(None)  # type: ignore[arg-type]
     side.step(load_inputs(inputs)[0])
     after = glass.metrics.current().counters.get("UncachedCompile", 0) + glass.metrics.current().counters.get(
