@@ -244,7 +244,7 @@ class Score:
         1. exclusions   elements that may legally differ do not count: `reference.known`, see `judge.exclusions`
         2. floor        the noise that all ops above add up to, by the reference (`_judge`)
         3. replay       what the op makes of the candidate's own inputs: floor and bound of this op alone, then the
-                        EXPLANATIONS of `judge.replay.explanations` (`_judge`)
+                        EXPLANATIONS of `judge.replay.replay` (`_judge`)
         4. compensation a replayed error that is not in the result was only written another way (`_judge`)
         5. path         introduced or inherited, or below a tie: `OriginTracker.visit`
         6. readers      elements that no result reads are left out after the step: `end_step`
