@@ -53,6 +53,8 @@ from glassengine.results.recorded import Replayed, ReplayedOutput
 from glassengine.stores.places import place
 
 logger = logging.getLogger("glassengine")
+_PRECISIONS = ("highest", "high", "medium")
+_MAX_THREADS = 4096
 
 
 def replay(
@@ -241,10 +243,6 @@ def _looked_up(facts: Any, keys: Sequence[str]) -> Any:
     return facts if isinstance(facts, (str, type(None))) else str(pytree.tree_map(str, facts))
 
 
-_PRECISIONS = ("highest", "high", "medium")
-_MAX_THREADS = 4096
-
-
 def captured_graph(snapshot: Snapshot) -> CapturedGraph:
     """Return the graph of a snapshot as it was captured; the tensors that it held itself are buffers.
 
@@ -391,14 +389,14 @@ def judge_snapshot(
         return lambda: run([clone(a) if isinstance(a, torch.Tensor) else a for a in arguments])
 
     accumulation = Accumulation(kernels=kernels_of(backend.name))
-    sides = []
-    skipped = []
+    sides, skipped = [], []
     if is_random and snapshot.meta.get("backend") != "eager":
         skipped.append(
             Skipped("*", "baseline", "what was recorded was drawn by another generator", level=Place.RECORDED)
         )
     elif snapshot.outputs is not None:
-        values = _recorded(snapshot, program)
+        known = {entry.name for entry in snapshot.outputs if entry.is_tensor and entry.left_out is None}
+        values = {node: snapshot.output(name) for name, node in program.output_nodes.items() if name in known}
         kept = [node for node in values if node in judged]
         options: dict[str, Any] = {"place": Place.RECORDED, "guarantee": Guarantee.RESULTS}
         sides.append(_GraphSide(program, lambda: [values[n] for n in kept], kept, **options))
@@ -483,9 +481,3 @@ def _returning(graph: CapturedGraph, program: Program, nodes: Sequence[str]) -> 
     copy.output_node().args = (tuple(by_name[name] for name in nodes),)
     module = GraphModule(program.exported.graph_module, copy)
     return replace(graph, module=module, output_names=tuple(nodes))
-
-
-def _recorded(snapshot: Snapshot, program: Program) -> dict[str, torch.Tensor]:
-    """Return the recorded outputs by node."""
-    kept = {entry.name for entry in snapshot.outputs or () if entry.is_tensor and entry.left_out is None}
-    return {node: snapshot.output(name) for name, node in program.output_nodes.items() if name in kept}

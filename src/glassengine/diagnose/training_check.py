@@ -149,19 +149,13 @@ def check_training(
     for number, (step, batch) in enumerate(zip(steps, batches, strict=True)):
         _judge_gradients(found, number, trusted, _plain(other), step, batch, measure)
     judge_updates(found, trusted, steps, made_by)
-    _list_statistics(found, steps)
+    reason = "a buffer that the forward writes is not judged: running statistics, say"
+    found.skipped += [Skipped(name, "both", reason, level="update") for name in steps[-1].buffers_written]
     names = [
         type(_plain(module)).__name__ if isinstance(target, nn.Module | None) else str(target)
         for target, module in ((baseline, trusted), (candidate, other))
     ]
     return found.conclude(names[0], names[1], Policy(fail_on, min_coverage))
-
-
-def _list_statistics(found: TrainingFindings, steps: Sequence[StepTaken]) -> None:
-    """List the buffers that a run writes: each step is judged from the candidate's own."""
-    for name in steps[-1].buffers_written:
-        reason = "a buffer that the forward writes is not judged: running statistics, say"
-        found.skipped.append(Skipped(name, "both", reason, level="update"))
 
 
 @dataclass
@@ -312,15 +306,14 @@ def judge_updates(
     changes: list[Callable[[Tensor], Tensor]] = [double, lambda tensor: tensor, disturbed]
     lanes = []
     for lane in range(len(changes)):
-        twin = copy.deepcopy(baseline)
-        twin = twin if lane == 1 else twin.double()
+        twin = copy.deepcopy(baseline) if lane == 1 else copy.deepcopy(baseline).double()
         made, scheduler = split(optimizer(twin))
         lanes.append((made, scheduler, {parameter: name for name, parameter in twin.named_parameters()}))
     flagged: set[str] = set()
     for number, step in enumerate(steps):
-        results = []
-        for (made, _, names), change in zip(lanes, changes, strict=True):
-            results.append(repeat_update(made, names, step, change))
+        results = [
+            repeat_update(made, names, step, change) for (made, _, names), change in zip(lanes, changes, strict=True)
+        ]
         updates = Updates(lanes[0][0], lanes[0][2], step)
         hints = dict(_options_differ(options_of(lanes[1][0], lanes[1][2]), step.options))
         for site, exact, native, noisy, theirs in _updated(results, step, found, number):
@@ -342,7 +335,6 @@ def judge_updates(
                 flagged.add(site)
                 tried = updates.explain(site, exact, native, theirs)
                 guess = tried or (Hint(kind_of_option(hint.partition(":")[0]), hint, 1.0, "argument") if hint else None)
-                guesses = () if guess is None else (guess,)
                 found.origins.append(
                     Divergence(
                         level="update",
@@ -356,7 +348,7 @@ def judge_updates(
                         bound_ratio=None,
                         introduced=judgement.rms_error,
                         inherited=0.0,
-                        hints=guesses,
+                        hints=() if guess is None else (guess,),
                     )
                 )
         for _, scheduler, _ in lanes:

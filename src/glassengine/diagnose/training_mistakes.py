@@ -24,6 +24,7 @@ from glassengine.diagnose.training_run import (
     StepTaken,
     differentiated,
     is_backward,
+    number_of,
     placeholder_name,
     repeat_update,
 )
@@ -315,7 +316,7 @@ class Updates:
         """Yield: the options that the candidate's optimizer says it has, else one that is turned around or left out."""
         first = self.optimizer.param_groups[0]
         theirs = next(iter(self.step.options.values()), {})
-        differing = {key: theirs[key] for key in first if key in theirs and _plain(first[key]) != theirs[key]}
+        differing = {key: theirs[key] for key in first if key in theirs and number_of(first[key]) != theirs[key]}
         if differing:
             text = "; ".join(
                 f"{key}: {first[key]} in the baseline, {value} in the candidate" for key, value in differing.items()
@@ -394,7 +395,3 @@ def _along(one: Tensor, other: Tensor) -> float | None:
     power = float(one.square().sum())
     factor = float((one * other).sum()) / power if power else 0.0
     return factor or None
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

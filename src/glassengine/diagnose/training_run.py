@@ -153,7 +153,7 @@ def split(made: Any) -> tuple[torch.optim.Optimizer, Any]:
 def options_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, dict[str, Any]]:
     """Return the hyperparameters of each parameter, without those that say how fast the same is computed."""
     return {
-        names[parameter]: {key: _plain(value) for key, value in group.items() if key not in _HOW}
+        names[parameter]: {key: number_of(value) for key, value in group.items() if key not in _HOW}
         for group in optimizer.param_groups
         for parameter in group["params"]
         if parameter in names
@@ -227,7 +227,8 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def _plain(value: Any) -> Any:
+def number_of(value: Any) -> Any:
+    """Return the number that a tensor of one element holds; anything else as it is."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 

@@ -204,7 +204,7 @@ def compile_run(
         UsageError: The back-end builds programs, and the graph cannot be made one.
     """
     if graph.kind == "engine" or not isinstance(backend, CompilingGraphs):
-        return _build_run(name, program_of(of_contiguous(graph, values), values), values, backend, directory)
+        return _build_run(name, program_of(of_contiguous(graph, values), values), backend, directory)
     fakes = [node.meta["val"] for node in graph.module.graph.find_nodes(op="placeholder")]
     cache = backend.graph_cache() if keep and isinstance(backend, CachingGraphs) else None
     with tracing(TracingContext(detect_fake_mode(fakes) or FakeTensorMode())):
@@ -231,7 +231,7 @@ def of_contiguous(graph: CapturedGraph, values: Sequence[Any]) -> CapturedGraph:
     return replace(graph, module=module)
 
 
-def _build_run(name: str, program: Program, values: Sequence[Any], backend: Backend, directory: Path) -> GraphRun:
+def _build_run(name: str, program: Program, backend: Backend, directory: Path) -> GraphRun:
     compile_executable(name, lambda folder: backend.build(program, folder), directory)
     weights = None if backend.keeps_weights(program) else dict(program.exported.state_dict)
     executable = load_executable(name, lambda folder: backend.load(folder, weights), directory)

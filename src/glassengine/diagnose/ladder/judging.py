@@ -309,7 +309,8 @@ def judge_alike(climb: Climb, progress: Progress) -> str | None:
     for name in _coarser(climb.program):
         progress(Work.JUDGING.says(f"judging again, as if products were summed in {name}"))
         climb.accumulation = ACCUMULATIONS[name]
-        climb.scores = [_empty_copy(score, climb.accumulation) for score in first]
+        _sum_by(first, climb.accumulation)
+        climb.scores = [score.fresh() for score in first]
         judge(climb, climb.scores)
         left = {score.side.level: _products(climb.program, score) for score in climb.scores}
         if not any(left[one.score.side.level].flagged & one.flagged for one in suspects):
@@ -320,8 +321,7 @@ def judge_alike(climb: Climb, progress: Progress) -> str | None:
                 f"under it (--accum {name} if that is meant)"
             )
     climb.accumulation, climb.scores = FLOAT32_SUMS, first
-    for score in first:
-        _sum_by(score, FLOAT32_SUMS)
+    _sum_by(first, FLOAT32_SUMS)
     return None
 
 
@@ -336,12 +336,7 @@ def _coarser(program: Program) -> list[str]:
     return [own] if own in ("bfloat16", "float16") else ["tf32", "float16", "bfloat16"]
 
 
-def _empty_copy(score: Score, accumulation: Accumulation) -> Score:
-    """Return a score of the same side that knows nothing yet."""
-    _sum_by(score, accumulation)
-    return score.fresh()
-
-
-def _sum_by(score: Score, accumulation: Accumulation) -> None:
-    if score.side.replay is not None:
-        score.side.replay.accumulate(accumulation)
+def _sum_by(scores: Sequence[Score], accumulation: Accumulation) -> None:
+    for score in scores:
+        if score.side.replay is not None:
+            score.side.replay.accumulate(accumulation)

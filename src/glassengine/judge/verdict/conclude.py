@@ -357,7 +357,7 @@ def _source_there(score: Score, divergence: Divergence) -> str | None:
 
 def _within_regions(score: Score, program: Program) -> Iterator[Pair]:
     """A pair for each op that the candidate writes differently, with the verdict of the region that it is in."""
-    inside = region_nodes(score, program) if score.side.observed_at is ObservedAt.OP else {}
+    inside = region_nodes(score) if score.side.observed_at is ObservedAt.OP else {}
     by_region: dict[str, list[Pair]] = {}
     for pair in score.pairs:
         by_region.setdefault(pair.site, []).append(pair)
