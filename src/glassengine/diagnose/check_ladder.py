@@ -62,7 +62,7 @@ from glassengine.program import LoadedModel, load_candidate, load_model
 from glassengine.program.generation import PLAIN
 from glassengine.program.kinds.image_text import IMAGE_TOKEN, WITHOUT_IMAGES
 from glassengine.progress import Work
-from glassengine.recording.read.source import TensorSource
+from glassengine.recording.source import TensorSource
 from glassengine.results import Comparison, Findings, Policy, Skipped
 from glassengine.serving.protocol import ServingOptions
 

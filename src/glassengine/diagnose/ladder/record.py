@@ -14,7 +14,7 @@ from glassengine.judge.sides.protocol import Place
 from glassengine.judge.sides.recorded import RecordedModules, RecordedOps, RecordedTensors, dtype_of
 from glassengine.judge.sides.recorded_ranks import RecordedRanks, TensorsOfRanks
 from glassengine.progress import Progress
-from glassengine.recording.read.source import TensorSource
+from glassengine.recording.source import TensorSource
 from glassengine.results import Skipped
 
 

@@ -33,7 +33,7 @@ from glassengine.judge.graphs.cut import clone
 from glassengine.judge.graphs.run import GraphRun, compile_run, without_numbers
 from glassengine.program.representation.program import OnnxGraph
 from glassengine.progress import Progress, Work, silent
-from glassengine.recording.layout.values import bytes_of
+from glassengine.recording.layout.tensors import bytes_of
 from glassengine.results.recorded import Replayed, ReplayedOutput
 from glassengine.stores.places import place
 
