@@ -22,7 +22,7 @@ from glassengine.recording.layout import layout
 from glassengine.recording.layout.layout import LeftOut
 from glassengine.recording.reader import Recording
 from glassengine.recording.ring import file as ring_file
-from glassengine.recording.write import shards
+from glassengine.recording.write import shard as shards
 from tests import children
 
 # Every value says which site and step it belongs to. Each forward that has ended is told by a byte on stdout.

@@ -13,7 +13,7 @@ from glassengine.errors import UsageError
 from glassengine.recording.layout.description import PAD_PREFIX
 from glassengine.recording.layout.layout import HEADER_BYTES, STORED
 from glassengine.recording.reader import Recording
-from glassengine.recording.write import shards
+from glassengine.recording.write import shard as shards
 from glassengine.recording.write.writer import RecordingWriter
 
 DTYPES = [getattr(torch, name) for name in STORED]
