@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from glassengine.compare.compare import compare
     from glassengine.diagnose import check
     from glassengine.diagnose.invariance.check import check_invariant
-    from glassengine.diagnose.snapshot.replay import replay
-    from glassengine.diagnose.training.check import check_training
+    from glassengine.diagnose.snapshot_replay import replay
+    from glassengine.diagnose.training_check import check_training
     from glassengine.engine.build.build import build
     from glassengine.engine.run.engine import Engine
     from glassengine.engine.run.load import load
@@ -96,7 +96,7 @@ _PUBLIC = {
     "check_invariant": "glassengine.diagnose.invariance.check",
     "check_prompt": "glassengine.prompt.check",
     "check_rollout": "glassengine.rollouts.check",
-    "check_training": "glassengine.diagnose.training.check",
+    "check_training": "glassengine.diagnose.training_check",
     "compare": "glassengine.compare.compare",
     "compat": "glassengine.compat",
     "export": "glassengine.recording.export",
@@ -109,7 +109,7 @@ _PUBLIC = {
     "open": "glassengine.recording.source:open_dump",
     "profiler": "glassengine.profiler",
     "record": "glassengine.capture.record",
-    "replay": "glassengine.diagnose.snapshot.replay",
+    "replay": "glassengine.diagnose.snapshot_replay",
     "sites": "glassengine.program",
     "snapshots": "glassengine.snapshots",
     "tap": "glassengine.taps",

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from glassengine.blocks import agree
-from glassengine.judge.graphs.by_name import by_value
+from glassengine.judge.site_pairs import by_value
 from glassengine.numerics.drift import LITTLE_LEFT, LOST, DriftSums, decibels, loss_of
 from glassengine.numerics.exemptions import DRAWN, PADDING
 from glassengine.numerics.judgement import Judgement

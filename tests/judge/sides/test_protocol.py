@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from glassengine.judge.graphs.by_name import SitePair
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.program import ProgramSide
 from glassengine.judge.sides.protocol import Collective, Guarantee, ObservedAt, Place
+from glassengine.judge.site_pairs import SitePair
 from glassengine.judge.verdict.coverage import coverage, region_nodes
 from glassengine.judge.verdict.score import Score
 from glassengine.program import Program

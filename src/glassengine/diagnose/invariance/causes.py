@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from glassengine.diagnose.invariance.alone import PRODUCTS, differs_in_float64, rounding_of, tried_alone
-from glassengine.diagnose.invariance.rows import PartMapping, PositionSpan, same_under
 from glassengine.diagnose.invariance.subjects import InvarianceSubject, Results
 from glassengine.diagnose.invariance.trace import CallDifference
-from glassengine.diagnose.invariance.ways import SPARE, InvarianceWay, Way
+from glassengine.diagnose.invariance.ways import SPARE, InvarianceWay, PartMapping, PositionSpan, Way, same_under
 from glassengine.ops.row import Rounding
 from glassengine.results.without_tensors import FirstOperation, SwitchTried, Variation, What
 
