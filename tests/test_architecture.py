@@ -388,7 +388,7 @@ def test_environment_is_read_in_one_module() -> None:
         ("glassengine.errors", "import glassengine.sites"),
         ("glassengine.errors", "from glassengine import environment"),
         ("glassengine.recording.reader", "def f():\n    from glassengine.program.loading.load import load"),
-        ("glassengine.recording.reader", "from ...program import load"),
+        ("glassengine.recording.reader", "from ..program import load"),
         (
             "glassengine.engine.session.session",
             "from importlib import import_module\nimport_module('glassengine.diagnose')",
