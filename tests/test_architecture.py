@@ -387,8 +387,8 @@ def test_environment_is_read_in_one_module() -> None:
     [
         ("glassengine.errors", "import glassengine.sites"),
         ("glassengine.errors", "from glassengine import environment"),
-        ("glassengine.recording.read.reader", "def f():\n    from glassengine.program.loading.load import load"),
-        ("glassengine.recording.read.reader", "from ...program import load"),
+        ("glassengine.recording.reader", "def f():\n    from glassengine.program.loading.load import load"),
+        ("glassengine.recording.reader", "from ..program import load"),
         (
             "glassengine.engine.session.session",
             "from importlib import import_module\nimport_module('glassengine.diagnose')",
@@ -409,7 +409,7 @@ def test_planted_import_is_found(module: str, line: str) -> None:
     ("module", "line"),
     [
         ("glassengine.diagnose.check_model", "from glassengine.engine.session.session import Session"),
-        ("glassengine.recording.read.reader", "from .layout import Layout"),
+        ("glassengine.recording.reader", "from .layout import Layout"),
         ("glassengine.cli.check", "import glassengine as glass"),
         ("glassengine.cli.check", "from glassengine import check"),
         ("glassengine.errors", "if TYPE_CHECKING:\n    from glassengine.results import Comparison"),

@@ -65,7 +65,7 @@ REASONS: dict[str, dict[str, str]] = {
     "plugins/onnx/other_domains.py": {"ParseFromString": "definitions of operators that the package onnx holds"},
     "executable/profile_trace.py": {"json.loads": "what was made in the same line"},
     "executable/snapshot/layout.py": {"json.loads": "what was made a line above"},
-    "recording/read/export.py": {"zipfile.ZipFile": "to write"},
+    "recording/export.py": {"zipfile.ZipFile": "to write"},
     "recording/formats/json_files.py": {"json.loads": "what the room mapped, bounded in bytes and items"},
     "recording/formats/files.py": {"zipfile.ZipFile": "on a file that the room has looked at"},
     "recording/ring/journal.py": {"os.open": "to write"},

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from glassengine.diagnose.script_floor import measure_script_floor
     from glassengine.diagnose.side_by_side import side_by_side
     from glassengine.program.representation.artifacts import compare_artifacts
-    from glassengine.recording.read.upload import upload
+    from glassengine.recording.export import upload
     from glassengine.recording.series import SeriesReader, find_series
     from glassengine.serving.protocol import is_kind as is_served
     from glassengine.serving.record import record_served
@@ -77,7 +77,7 @@ _PUBLIC = {
     "record_served": "glassengine.serving.record",
     "record_target": "glassengine.capture.target",
     "side_by_side": "glassengine.diagnose.side_by_side",
-    "upload": "glassengine.recording.read.upload",
+    "upload": "glassengine.recording.export",
     "watch_modules": "glassengine.diagnose.paired_steps",
     "watch_scripts": "glassengine.diagnose.paired_run",
 }

@@ -23,8 +23,7 @@ from glassengine.capture.calls import KV_AXES, LazyTensorLike, Promise, is_compu
 from glassengine.capture.observed_call import is_interruption
 from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import ADDED, ADDED_AXIS, LeftOut, Sharding
-from glassengine.recording.layout.statistics import light
-from glassengine.recording.layout.values import dtype_name, why_not
+from glassengine.recording.layout.tensors import dtype_name, light, why_not
 from glassengine.recording.write.policy import NO_VALUES, RecordingPolicy
 
 

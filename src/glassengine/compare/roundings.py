@@ -49,7 +49,7 @@ from glassengine.numerics.slices import Slices
 from glassengine.numerics.tolerance import FEWEST_VALUES, LAST_BITS, Tolerance, is_inexact, tolerance
 from glassengine.recording.layout.entries import Entries
 from glassengine.recording.layout.layout import Entry
-from glassengine.recording.read.source import TensorSource
+from glassengine.recording.source import TensorSource
 from glassengine.results import DriftRow, Figures, Hint, Packed, Verdict
 
 BY_TOLERANCE = "tolerance (uncalibrated)"

@@ -69,7 +69,7 @@ from glassengine.program.kinds.image_text import IMAGE_TOKEN, WITHOUT_IMAGES
 from glassengine.program.loading.quantized_grid import QuantizedModule, quantized_module
 from glassengine.program.onnx.grids import is_quantized_graph
 from glassengine.progress import Work
-from glassengine.recording.read.source import TensorSource
+from glassengine.recording.source import TensorSource
 from glassengine.results import Comparison, Findings, Policy, Skipped
 from glassengine.serving.protocol import ServingOptions
 

@@ -24,7 +24,7 @@ from glassengine.errors import IncomparableError, UsageError
 from glassengine.numerics.tolerance import EXACT, tolerance
 from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.layout.layout import Entry, LeftOut
-from glassengine.recording.layout.values import dtype_name
+from glassengine.recording.layout.tensors import dtype_name
 from glassengine.recording.write.policy import RecordingPolicy
 from glassengine.results import VERDICTS, Comparison, Skipped, Verdict
 

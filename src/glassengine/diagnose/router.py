@@ -27,7 +27,7 @@ from glassengine.extensions import plugin
 from glassengine.program.loading.adapters import is_adapter
 from glassengine.program.loading.quantized import is_quantized
 from glassengine.program.onnx.file import is_onnx
-from glassengine.recording.read.source import TensorSource, file_suffixes, open_source
+from glassengine.recording.source import TensorSource, file_suffixes, open_source
 from glassengine.results import Comparison
 from glassengine.serving.protocol import Served, ServedInSession, is_kind, open_served, served_as
 from glassengine.stores.places import place

@@ -47,7 +47,7 @@ from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import OnnxGraph, Program, copied_graph
 from glassengine.progress import Progress, Work, silent
-from glassengine.recording.layout.values import bytes_of
+from glassengine.recording.layout.tensors import bytes_of
 from glassengine.results import Comparison, Policy, Skipped
 from glassengine.results.recorded import Replayed, ReplayedOutput
 from glassengine.stores.places import place

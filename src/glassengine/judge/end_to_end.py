@@ -30,7 +30,7 @@ from glassengine.program.representation.outputs import PREFIX
 from glassengine.program.representation.program import Program
 from glassengine.program.user_code.module_state import STATE
 from glassengine.recording.formats.files import of_number
-from glassengine.recording.layout.values import dtype_name
+from glassengine.recording.layout.tensors import dtype_name
 from glassengine.results import FLAGGED, VERDICTS, DriftRow, ResultComparison, TokenAgreement, Verdict
 
 _CHOSEN_ALIKE = "both sides chose alike where rounding might have chosen: no tie explains the difference"

@@ -53,7 +53,7 @@ from glassengine.compare.ranks.spread import (
     uneven,
 )
 from glassengine.recording.layout.layout import Entry, have_same_bytes
-from glassengine.recording.read.source import TensorSource
+from glassengine.recording.source import TensorSource
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,7 +24,7 @@ from glassengine.diagnose.paired_steps import LiveStep
 from glassengine.diagnose.script_floor import is_same
 from glassengine.errors import GlassError, UsageError
 from glassengine.recording.layout.layout import Entry
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 from glassengine.results import FLAGGED, VERDICTS
 from glassengine.results.answer import LEAST_DB
 from glassengine.results.without_tensors import (

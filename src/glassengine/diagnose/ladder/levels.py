@@ -58,7 +58,7 @@ from glassengine.program.parallel.rewrite import lay_out
 from glassengine.program.representation.passes import apply_pass
 from glassengine.program.representation.stored import load_program
 from glassengine.progress import Progress, Work
-from glassengine.recording.read.source import TensorSource
+from glassengine.recording.source import TensorSource
 from glassengine.results import Skipped, WeightsComparison
 
 

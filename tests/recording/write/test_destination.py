@@ -15,8 +15,8 @@ from glassengine import commands
 from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.layout import layout
-from glassengine.recording.write import uploads
-from glassengine.recording.write.uploads import directory_of
+from glassengine.recording.write import destination
+from glassengine.recording.write.destination import directory_of
 from glassengine.recording.write.writer import StoredWriter
 from glassengine.stores import objects
 from glassengine.stores.places import RemotePath
@@ -29,8 +29,8 @@ STEPS, SITES, SIZE = 20, 4, 4096
 @pytest.fixture(autouse=True)
 def spool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_in_memory: None) -> Path:
     monkeypatch.setenv("GLASS_SPOOL_DIR", str(tmp_path / "spool"))
-    monkeypatch.setattr(uploads, "_FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr(uploads, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(destination, "_FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(destination, "PATIENCE_S", 0.2)
     monkeypatch.setattr(layout, "HEADER_BYTES", 1 << 12)
     return tmp_path / "spool"
 
@@ -268,7 +268,7 @@ def test_a_process_that_ends_does_not_wait_for_a_store_that_hangs(monkeypatch: p
         put(path, url)
 
     monkeypatch.setattr(objects, "put", hangs)
-    monkeypatch.setattr(uploads, "_LAST_S", 0.2)
+    monkeypatch.setattr(destination, "_LAST_S", 0.2)
     writer = write(1 << 24)
     problem = writer.deliver(0.1)
     over.set()
@@ -288,7 +288,7 @@ def test_a_process_that_ends_does_not_wait_for_room(spool: Path, monkeypatch: py
             raise UsageError("the store cannot be used", got="planted")
         put(path, url)
 
-    monkeypatch.setattr(uploads, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(destination, "PATIENCE_S", 60.0)
     monkeypatch.setattr(objects, "put", failing)
     writer = BackgroundWriter(URL, metadata={}, spool_bytes=1 << 20)
     for step in range(20):
@@ -325,15 +325,15 @@ def test_the_ranks_of_a_run() -> None:
 def test_a_list_of_what_is_there_that_cannot_be_read_uploads_no_hollow_shard(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uploads, "_MOST_DONE_BYTES", 100)
+    monkeypatch.setattr(destination, "_MOST_DONE_BYTES", 100)
     directory, there = tmp_path / "recording", tmp_path / "there"
     directory.mkdir()
     there.write_text("x\n", encoding="ascii")
-    assert uploads.uploaded(directory) == set()
+    assert destination.uploaded(directory) == set()
     if kind == "link":
-        (directory / uploads.DONE).symlink_to(there)
+        (directory / destination.DONE).symlink_to(there)
     else:
-        (directory / uploads.DONE).write_bytes(b"\xff" if kind == "bytes" else bytes(101))
+        (directory / destination.DONE).write_bytes(b"\xff" if kind == "bytes" else bytes(101))
     with pytest.raises(CorruptError):
-        uploads.upload_rest(directory, TARGET, lambda function: function())
+        destination.upload_rest(directory, TARGET, lambda function: function())
     assert objects.listed(URL) == []

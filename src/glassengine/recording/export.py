@@ -1,24 +1,33 @@
-"""Writes the tensors of a recording, or of any other source, in a format that others read."""
+"""Brings recordings elsewhere: their tensors into a format that others read, or what is left of them to a store."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import zipfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from torch import Tensor
 
-from glassengine.errors import UnknownNameError, UsageError
-from glassengine.recording.formats.debug_tree_writer import TreeWriter
+from glassengine.errors import GlassError, UnknownNameError, UsageError
 from glassengine.recording.formats.files import save_pt
+from glassengine.recording.layout import layout
 from glassengine.recording.layout.layout import Entry
-from glassengine.recording.read.source import TensorSource, open_source
+from glassengine.recording.reader import Recording
+from glassengine.recording.recovery import recovered
+from glassengine.recording.ring import journal
+from glassengine.recording.source import TensorSource, open_source
+from glassengine.recording.write.destination import Spool, directory_of, upload_rest, uploaded
+from glassengine.results.recorded import Uploaded
 from glassengine.sites import matches, patterns_of
+from glassengine.stores import objects
 from glassengine.stores.places import RemotePath, delivered, place
 from glassengine.writing import aside
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Format = Literal["pt", "npz", "debug-tree"]
 FORMATS: tuple[Format, ...] = ("pt", "npz", "debug-tree")
@@ -134,6 +143,8 @@ def _export_tree(source: TensorSource, entries: list[Entry], folder: Path, overw
     name = str(source.metadata.get("class") or "Model").rpartition(".")[2]
     if folder.is_dir():
         _refuse([item for item in folder.iterdir() if item.name.startswith(f"{name}_debug_tree")], overwrite)
+    from glassengine.recording.formats.debug_tree_writer import TreeWriter  # torch, which uploading does without
+
     environment = source.metadata.get("environment")
     versions = environment.get("versions") if isinstance(environment, dict) else None
     with _written_into(folder):
@@ -167,3 +178,78 @@ def _write_npz(path: Path, source: TensorSource, entries: list[Entry]) -> None:
 
 
 _WRITERS = {"pt": _write_pt, "npz": _write_npz}
+
+
+_log = logging.getLogger(__name__)
+
+
+def upload(source: str | Path, target: str | Path | None = None) -> Uploaded:
+    """Bring a recording of this machine to a store, or the rest of one that was being recorded there.
+
+    What is there already is left as it is, `recording.json` is written last, and nothing is removed here but what
+    waited for that store.
+
+    Args:
+        source: The URL of a recording whose process was killed on this machine; or a directory, with `target`.
+        target: Where the recording in a directory goes: a URL that nothing is at.
+
+    Raises:
+        UsageError: Nothing waits for that place here, the process that records still runs, or the store cannot be used.
+    """
+    if target is not None:
+        there, directory = place(target), place(source)
+        if (
+            not isinstance(there, RemotePath)
+            or isinstance(directory, RemotePath)
+            or not (directory / layout.MANIFEST).is_file()
+        ):
+            got = f"{source} to {target}"
+            raise UsageError("a recording of this machine goes to a store", got=got, expected="DIR URL")
+        if objects.listed(str(there)):
+            raise UsageError("there is something already", got=str(there), hint="name a place that is empty")
+        recovered(directory)
+        return _uploaded(there, upload_rest(directory, there, lambda function: function()))
+    there = place(source)
+    if not isinstance(there, RemotePath) or not directory_of(there).exists():
+        raise UsageError(
+            "nothing waits here to be uploaded to that place",
+            got=str(there),
+            hint="a recording of this machine goes there by: glass upload DIR URL",
+        )
+    spool = Spool(there)
+    try:
+        _recover(spool.directory, spool.target)
+        num_files = upload_rest(spool.directory, spool.target, lambda function: function())
+    except BaseException:
+        spool.close(remove=False)
+        raise
+    is_left = (spool.directory / layout.RING).exists()
+    spool.close(remove=not is_left)
+    if is_left:
+        _log.warning("steps that only the ring in %s holds were not recovered", spool.directory)
+    return _uploaded(spool.target, num_files)
+
+
+def _uploaded(target: RemotePath, num_files: int) -> Uploaded:
+    opened = Recording.open(target)
+    return Uploaded(str(target), num_files, len(opened.steps), opened.complete)
+
+
+def _recover(directory: Path, target: RemotePath) -> None:
+    """Recover the steps that only the ring holds; bytes of theirs may be in shards that were uploaded."""
+    if not (directory / layout.RING).exists():
+        return
+    try:
+        for name in _shards_of_open_steps(directory) & uploaded(directory):
+            aside = directory / f"{name}.fetched"
+            objects.fetch(str(target / name), aside)
+            aside.replace(directory / name)
+    except (GlassError, OSError, ValueError) as error:
+        _log.warning("shards that steps in the ring of %s need cannot be fetched: %s", directory, error)
+    recovered(directory)
+
+
+def _shards_of_open_steps(directory: Path) -> set[str]:
+    moved = journal.read_evicted(directory)
+    places = [journal.PLACE.unpack(said) for _, kind, said in moved if kind == journal.AT]
+    return {layout.shard_name(shard, sealed=True) for shard, *_ in places if shard <= layout.MAX_SHARD_NUMBER}

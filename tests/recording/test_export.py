@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import glassengine as glass
 from glassengine.errors import CorruptError, UsageError
 from glassengine.recording.formats import debug_tree_writer as debug_tree
-from glassengine.recording.read.source import TensorSource, open_source
+from glassengine.recording.source import TensorSource, open_source
 from glassengine.recording.write.writer import RecordingWriter
 
 TENSORS = {

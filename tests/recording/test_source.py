@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 
 from glassengine.errors import CorruptError, UsageError
 from glassengine.extensions import FORMATS
+from glassengine.recording import source as sources
 from glassengine.recording.formats.files import TorchFile
-from glassengine.recording.read import source as sources
-from glassengine.recording.read.reader import Recording
-from glassengine.recording.read.source import open_source
+from glassengine.recording.reader import Recording
+from glassengine.recording.source import open_source
 from glassengine.recording.write.writer import RecordingWriter
 
 

@@ -30,7 +30,7 @@ from glassengine.recording.layout.layout import Entry, LeftOut, num_bytes
 from glassengine.recording.layout.noise_floor import NoiseFloor, read_noise_floor
 from glassengine.recording.layout.shard_files import ShardFiles, ShardObjects, Shards
 from glassengine.recording.recovery import Recovered, recovered
-from glassengine.recording.write.uploads import is_left
+from glassengine.recording.write.destination import is_left
 from glassengine.results import Skipped, Summary
 from glassengine.results.notebook import MAX_ROWS, card, needed
 from glassengine.sites import matches
@@ -41,8 +41,7 @@ from glassengine.writing import crc32
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from glassengine.recording.layout.statistics import Sketch
-    from glassengine.recording.read.statistics_cache import StatisticsCache
+    from glassengine.recording.layout.tensors import Sketch, StatisticsCache
 
 
 _STATISTICS = ("min", "mean", "median", "max", "std", "num_nan", "num_inf")
@@ -295,7 +294,7 @@ class Recording(Shown):
 
     def summary(self, entry: Entry) -> Summary:
         """Return the statistics of one tensor, computed when they are first asked for."""
-        from glassengine.recording.layout.statistics import summarize
+        from glassengine.recording.layout.tensors import summarize
 
         found = self._statistics.summary(entry)
         if found is None:
@@ -305,7 +304,7 @@ class Recording(Shown):
 
     def sketch(self, entry: Entry) -> Sketch:
         """Return the sketch of one tensor, computed when it is first asked for."""
-        from glassengine.recording.layout.statistics import sketch
+        from glassengine.recording.layout.tensors import sketch
 
         found = self._statistics.sketch(entry)
         if found is None:
@@ -315,7 +314,7 @@ class Recording(Shown):
 
     @functools.cached_property
     def _statistics(self) -> StatisticsCache:
-        from glassengine.recording.read.statistics_cache import StatisticsCache
+        from glassengine.recording.layout.tensors import StatisticsCache
 
         return StatisticsCache(self.path, writable=self._keeps_statistics)
 

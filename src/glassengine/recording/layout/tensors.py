@@ -1,4 +1,8 @@
-"""Statistics of one tensor: all of them, a few cheap ones while the model runs, and a sketch of a large one.
+"""Facts of one tensor of torch: its description and bytes, or why it has none; statistics, and a sketch of a large one.
+
+Statistics are all of them, or a few cheap ones while the model runs. What was computed once for a recording is kept in
+`statistics.log` beside its index, in frames like those of the index; what is damaged there, belongs to other values or
+cannot be written is computed again.
 
 A sketch says where the values of a tensor lie, and which they are. Its quantiles do not depend on the order of the
 elements. Its projection does: the expectation of `|p - q|^2` is `|x - y|^2`. Both are the same on every machine: what
@@ -7,14 +11,19 @@ is random in them comes from a hash of the position in row-major order.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import os
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Unpack
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,9 +31,14 @@ from torch import Tensor
 from glassengine import blocks
 from glassengine.blocks.arrays import statistics_of, stream_of, values_of
 from glassengine.blocks.pieces import one_thread
-from glassengine.recording.layout.layout import LightStatistics, LightTable, block_starts
-from glassengine.recording.layout.values import dtype_name
+from glassengine.errors import CorruptError, UsageError
+from glassengine.reading.files import open_regular
+from glassengine.recording.layout import layout
+from glassengine.recording.layout.description import Description, Facts
+from glassengine.recording.layout.layout import STATISTICS, Entry, LightStatistics, LightTable, block_starts
+from glassengine.recording.layout.records import frame, read_frame
 from glassengine.results import Summary
+from glassengine.writing import open_to_append, write_whole
 
 _NUMPY = (torch.float32, torch.float64)
 _NUMPY_DTYPES: dict[str, str] = {
@@ -40,6 +54,82 @@ _LEAST_SQUARES = 1e-25
 _DOT_ELEMENTS = 8192
 _PIECE_ELEMENTS = 1 << 17
 _FAST = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+_MAX_DESCRIPTIONS = 1 << 14
+
+
+def describe(site: str, tensor: Tensor, **facts: Unpack[Facts]) -> Description:
+    """Return what the records of `tensor` say in every step."""
+    _check(site, tensor)
+    return Description(site, dtype_name(tensor.dtype), tuple(tensor.shape), **facts)
+
+
+class Descriptions:
+    """The descriptions of tensors that come in every step, so that each is made once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], Description] = {}
+
+    def of(self, site: str, tensor: Tensor, **facts: Unpack[Facts]) -> Description:
+        """Return what `describe` does, the same object for the same arguments."""
+        _check(site, tensor)
+        axes = facts.get("axes") or {}
+        key = (site, tensor.dtype, tensor.shape, tuple(axes.items()), facts.get("node"), facts.get("sharding"))
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= _MAX_DESCRIPTIONS:
+                self._known.clear()
+            found = self._known[key] = describe(site, tensor, **facts)
+        return found
+
+
+def _check(site: str, tensor: Tensor) -> None:
+    if len(site.encode(errors="surrogatepass")) > layout.MAX_NAME_BYTES:
+        got, expected = "a longer name", f"at most {layout.MAX_NAME_BYTES} bytes"
+        raise UsageError(f"the tensor {site[:200]!r} cannot be recorded", got=got, expected=expected)
+    obstacle = why_not(tensor)
+    if obstacle is not None:
+        raise UsageError(f"the tensor {site[:200]!r} cannot be recorded", got=obstacle, expected="a dense tensor")
+
+
+def why_not(tensor: Tensor) -> str | None:
+    """Return why the values of `tensor` cannot be recorded, or None."""
+    if tensor.is_quantized:
+        return "a quantized tensor"
+    if tensor.layout != torch.strided:
+        return f"layout {tensor.layout}"
+    if tensor.is_meta:
+        return "a meta tensor, which has no values"
+    if dtype_name(tensor.dtype) not in layout.STORED:
+        return f"dtype {tensor.dtype}"
+    if has_no_memory(tensor):
+        return "a tensor without memory: its storage was freed, or never made"
+    return None
+
+
+def has_no_memory(tensor: Tensor) -> bool:
+    """Return whether elements of `tensor` are nowhere: to read them would end the process."""
+    return tensor.data_ptr() == 0 and tensor.numel() > 0
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "float32" of torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of `tensor` in row-major order; a copy only where the tensor is elsewhere or not contiguous."""
+    flat = blocks.flat(tensor.to("cpu").resolve_conj().resolve_neg())
+    # Not `flat.numpy()`: afterwards torch refuses to resize the storage, and the model may want to.
+    return memoryview(np.from_dlpack(flat.view(torch.uint8)))  # type: ignore[arg-type]  # a buffer at run time
+
+
+def identity(tensor: Tensor) -> tuple[object, ...]:
+    """Return what tells two live tensors of one step apart; equal for views that have the same bytes."""
+    place = (str(tensor.device), tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    return place if tensor.is_contiguous() else (*place, tensor.dtype, tensor.shape, tensor.stride())
 
 
 def summarize(tensor: Tensor) -> Summary:
@@ -321,3 +411,90 @@ def _projection_places(start: int, count: int) -> tuple[np.typing.NDArray[np.int
     bits ^= bits >> np.uint64(31)
     signs = np.where(bits & np.uint64(LENGTH), 1.0, -1.0)
     return (bits & np.uint64(LENGTH - 1)).astype(np.int64), signs
+
+
+_MAX_BYTES = 1 << 28
+_Key = tuple[int, int, int, str]
+
+
+class StatisticsCache:
+    """The statistics and sketches kept beside one recording."""
+
+    def __init__(self, directory: Path, *, writable: bool) -> None:
+        self._path = directory / STATISTICS
+        self._writable = writable
+        self._is_read = False
+        self._descriptor: int | None = None
+        self._summaries: dict[_Key, Summary] = {}
+        self._sketches: dict[_Key, Sketch] = {}
+
+    def summary(self, entry: Entry) -> Summary | None:
+        """Return the statistics of `entry`, if they are known."""
+        self._read()
+        found = self._summaries.get(_key(entry))
+        return found if found is not None and (found.shape, found.dtype) == (entry.shape, entry.dtype) else None
+
+    def sketch(self, entry: Entry) -> Sketch | None:
+        """Return the sketch of `entry`, if it is known."""
+        self._read()
+        return self._sketches.get(_key(entry))
+
+    def put(self, entry: Entry, found: Summary | Sketch) -> None:
+        """Keep statistics or a sketch for the next time."""
+        key = _key(entry)
+        if isinstance(found, Sketch):
+            self._sketches[key] = found
+            fields = {"num_sampled": found.num_sampled, "quantiles": found.quantiles, "projection": found.projection}
+        else:
+            self._summaries[key] = found
+            fields = vars(found)
+        if not self._writable:
+            return
+        try:
+            if self._descriptor is None:
+                self._descriptor = open_to_append(self._path)
+                weakref.finalize(self, _close, self._descriptor)
+            write_whole(self._descriptor, frame({"key": key, **fields}))
+        except OSError:
+            self._writable = False
+        except ValueError:
+            # Sums of large numbers are infinite, which JSON does not know: they are computed again.
+            return
+
+    def _read(self) -> None:
+        if self._is_read:
+            return
+        self._is_read = True
+        if not self._path.exists():
+            return
+        with (
+            contextlib.suppress(ValueError, TypeError, CorruptError),
+            open_regular(self._path, inside=self._path.parent) as file,
+        ):
+            while file.tell() < _MAX_BYTES and (payload := read_frame(file)) is not None:
+                shard, offset, checksum, dtype = payload.get("key") or [None] * 4
+                if "quantiles" in payload:
+                    self._sketches[shard, offset, checksum, dtype] = _sketch(payload)
+                else:
+                    self._summaries[shard, offset, checksum, dtype] = msgspec.convert(payload, Summary)
+
+
+def _close(descriptor: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
+
+
+def _key(entry: Entry) -> _Key:
+    """Return what tells the values of `entry` from all others: their place, their bytes and what these mean."""
+    location = entry.location if entry.added is None else entry.added.location
+    assert location is not None
+    return location.shard, location.offset, location.checksum, entry.describe()
+
+
+def _sketch(payload: dict[str, Any]) -> Sketch:
+    found = msgspec.convert(payload, Sketch)
+    if len(found.quantiles) not in (0, NUM_QUANTILES) or len(found.projection) != LENGTH:
+        raise ValueError("a sketch of another kind")
+    if not all(map(math.isfinite, (*found.quantiles, *found.projection))):
+        raise ValueError("a sketch is not made of numbers")
+    return found

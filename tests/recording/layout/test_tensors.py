@@ -11,8 +11,8 @@ import torch
 from glassengine import blocks
 from glassengine.recording.layout import layout
 from glassengine.recording.layout.records import frame
-from glassengine.recording.layout.statistics import _MAX_SAMPLED, LENGTH, NUM_QUANTILES, Sketch, light, sketch
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.layout.tensors import _MAX_SAMPLED, LENGTH, NUM_QUANTILES, Sketch, light, sketch
+from glassengine.recording.reader import Recording
 from glassengine.recording.write.writer import RecordingWriter
 
 SIZES = [0, 1, 2, 100, 8191, 8193, 1 << 17, (1 << 17) + 1, 400_001]
@@ -124,8 +124,8 @@ def test_a_sketch_is_kept_for_the_next_time(tmp_path: Path, monkeypatch: pytest.
     def planted(*_: object) -> None:
         raise AssertionError("computed again")
 
-    monkeypatch.setattr("glassengine.recording.layout.statistics.sketch", planted)
-    monkeypatch.setattr("glassengine.recording.layout.statistics.summarize", planted)
+    monkeypatch.setattr("glassengine.recording.layout.tensors.sketch", planted)
+    monkeypatch.setattr("glassengine.recording.layout.tensors.summarize", planted)
     again = Recording.open(tmp_path / "r")
     assert [again.sketch(entry) for entry in again.entries] == first
     assert [again.summary(entry) for entry in again.entries] == summaries

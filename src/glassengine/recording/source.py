@@ -40,7 +40,7 @@ from glassengine.recording.formats.json_files import (
 from glassengine.recording.layout.entries import Entries, LeftOuts, Mapped
 from glassengine.recording.layout.layout import MANIFEST, Entry, LeftOut
 from glassengine.recording.layout.noise_floor import NoiseFloor
-from glassengine.recording.read.reader import Recording, Shown
+from glassengine.recording.reader import Recording, Shown
 from glassengine.results import Skipped, Summary
 from glassengine.sites import matches
 from glassengine.stores.places import RemotePath, place
@@ -375,7 +375,7 @@ class Dump(Shown):
 
     def summary(self, entry: Entry) -> Summary:
         """Return the statistics of one of `entries`, computed each time."""
-        from glassengine.recording.layout.statistics import summarize
+        from glassengine.recording.layout.tensors import summarize
 
         return summarize(self.tensor(entry))
 
