@@ -35,7 +35,7 @@ from glassengine.numerics.exemptions import Ledger
 from glassengine.numerics.tolerance import is_inexact
 from glassengine.recording.layout.entries import Lazy
 from glassengine.recording.layout.layout import Entry
-from glassengine.recording.read.source import TensorSource
+from glassengine.recording.source import TensorSource
 from glassengine.results import FLAGGED, Hint, Packed, Pair
 from glassengine.sites import ROOT
 from glassengine.workers import Died, Workers

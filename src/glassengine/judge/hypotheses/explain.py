@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import ancestors, down, passes_on
 from glassengine.judge.hypotheses.mistakes.activations import activations
 from glassengine.judge.hypotheses.mistakes.arguments import as_theirs, same_op, usual
 from glassengine.judge.hypotheses.mistakes.candidate_ops import another_op
@@ -35,6 +34,7 @@ from glassengine.judge.hypotheses.mistakes.weights_read import weights
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, constants_of
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import OutOfWork, edited, is_real
+from glassengine.judge.site_pairs import ancestors, down, passes_on
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name, source_line
 from glassengine.results import Altered, Hint, Kind

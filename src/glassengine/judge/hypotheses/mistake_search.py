@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import ancestors, down, origin_of, passes_on, readers_of, region_of, up
-from glassengine.judge.graphs.cut import Piece, cut
 from glassengine.judge.hypotheses.explain import MistakeExplanation, Rank, differences, explanation
 from glassengine.judge.hypotheses.inside import Inside, inside_of
 from glassengine.judge.hypotheses.mistakes.catalog import Family
 from glassengine.judge.hypotheses.trials.hypothesis import constants_of, of_weight, part_of, short, whole_of
 from glassengine.judge.hypotheses.trials.question import Question, TheirRegion, in_its_dtype, noise_of
 from glassengine.judge.hypotheses.trials.trial import FAILS, OF_DIFFERENCES, Budget, Trial, real_parts
+from glassengine.judge.pieces import Piece, cut
+from glassengine.judge.site_pairs import ancestors, down, origin_of, passes_on, readers_of, region_of, up
 from glassengine.program.representation.naming import source_line
 from glassengine.program.representation.program import Program
 from glassengine.results import Hint

@@ -25,19 +25,20 @@ import torch
 from torch.fx import Node
 
 from glassengine.judge.cases import Case
-from glassengine.judge.graphs.between import (
+from glassengine.judge.pairing.candidate_tensors import CandidateTensor, ProbeStep, Values, probe, shapes_of
+from glassengine.judge.pairing.find_wrong_tensor import WrongTensorSearch
+from glassengine.judge.pairing.program_pairs import ProgramPairs, UnknownValue
+from glassengine.judge.site_pairs import (
+    SitePair,
     next_below,
     origin_of,
+    pair_sites,
     passes_on,
+    ports,
     reads_counterparts,
     reads_the_same,
     sibling_of,
 )
-from glassengine.judge.graphs.by_name import SitePair, pair_sites, ports
-from glassengine.judge.pairing.candidate_tensors import CandidateTensor, Values, shapes_of
-from glassengine.judge.pairing.find_wrong_tensor import WrongTensorSearch
-from glassengine.judge.pairing.probe import ProbeStep, probe
-from glassengine.judge.pairing.program_pairs import ProgramPairs, UnknownValue
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program

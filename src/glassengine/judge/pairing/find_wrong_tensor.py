@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import next_below, origin_of, partners_of, passes_on, region_of
 from glassengine.judge.pairing.candidate_tensors import CandidateTensor, Values, is_telling, shapes_of
 from glassengine.judge.pairing.program_pairs import MOST_FOREIGN, ProgramPairs, UnknownValue
+from glassengine.judge.site_pairs import next_below, origin_of, partners_of, passes_on, region_of
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node

@@ -11,18 +11,27 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.graphs.between import origin_of, passes_on, reads_the_same, rounded_to
-from glassengine.judge.graphs.by_name import SitePair, difference, pair_sites, paired_results, ports
 from glassengine.judge.pairing.candidate_tensors import (
     CandidateTensor,
     CandidateTensors,
+    ProbeStep,
     Values,
     ancestors_of,
     is_telling,
     shapes_of,
 )
-from glassengine.judge.pairing.probe import ProbeStep
 from glassengine.judge.pairing.weights import SameWeights, users_of
+from glassengine.judge.site_pairs import (
+    SitePair,
+    difference,
+    origin_of,
+    pair_sites,
+    paired_results,
+    passes_on,
+    ports,
+    reads_the_same,
+    rounded_to,
+)
 from glassengine.numerics.arrangements import Arrangement
 from glassengine.numerics.float64 import retarget, target_of
 from glassengine.numerics.judgement import unit_roundoff

@@ -25,8 +25,8 @@ from torch.fx import Node
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.graphs.between import origin_of, passes_on, readers_of, region_of
 from glassengine.judge.hypotheses.trials.hypothesis import constants_of, whole_of
+from glassengine.judge.site_pairs import origin_of, passes_on, readers_of, region_of
 from glassengine.program.representation.naming import depth_of, source_line
 from glassengine.program.representation.program import Program
 from glassengine.results import Altered, Divergence, Findings, Hint

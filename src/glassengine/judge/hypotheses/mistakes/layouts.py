@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import passes_on, walk
-from glassengine.judge.graphs.by_name import argument_names
 from glassengine.judge.hypotheses.mistakes.tensor_roles import is_of_places, turned_by
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, called
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall, is_real
+from glassengine.judge.site_pairs import argument_names, passes_on, walk
 from glassengine.numerics.orders import orders_of
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import origin_of, passes_on, walk
-from glassengine.judge.graphs.by_name import argument_names
 from glassengine.judge.hypotheses.mistakes.layouts import merges
 from glassengine.judge.hypotheses.mistakes.tensor_roles import (
     BENDING,
@@ -25,6 +23,7 @@ from glassengine.judge.hypotheses.mistakes.tensor_roles import (
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, article, part_of, reading, tensors_of, whole_of
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit, factor_between, is_real
+from glassengine.judge.site_pairs import argument_names, origin_of, passes_on, walk
 from glassengine.numerics.float64 import double
 from glassengine.numerics.mask_values import is_mask
 from glassengine.numerics.orders import kind_of_shift

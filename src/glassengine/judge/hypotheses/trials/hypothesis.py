@@ -12,9 +12,8 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.graphs.between import passes_on
-from glassengine.judge.graphs.by_name import argument_names
 from glassengine.judge.hypotheses.trials.trial import Edit, Trial, TrialCall
+from glassengine.judge.site_pairs import argument_names, passes_on
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
 

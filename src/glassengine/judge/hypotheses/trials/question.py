@@ -12,8 +12,8 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.graphs.cut import Piece
 from glassengine.judge.hypotheses.trials.trial import FAILS, Trial, is_real, real_parts
+from glassengine.judge.pieces import Piece
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.mask_values import sentinel
 
