@@ -176,13 +176,10 @@ def neighbors(question: Question) -> Iterator[Hypothesis]:
         if size < 4 or size % 2:
             continue
         every = torch.arange(size)
+        pairs, halves = ("pairs of neighbors", (-1, 2)), ("halves", (2, -1))
         orders = {
-            "pairs of neighbors are rotated in the candidate, halves in the baseline (interleaved)": every.reshape(
-                -1, 2
-            ).T,
-            "halves are rotated in the candidate, pairs of neighbors in the baseline (interleaved)": every.reshape(
-                2, -1
-            ).T,
+            f"{one} are rotated in the candidate, {other} in the baseline (interleaved)": every.reshape(shape).T
+            for (one, shape), (other, _) in ((pairs, halves), (halves, pairs))
         }
         for source in [*trial.inputs, *trial.ops[: trial.ops.index(node)]]:
             given = trial.values[source]
