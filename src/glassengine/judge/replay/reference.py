@@ -25,7 +25,14 @@ from glassengine.judge.exclusions.masked import HiddenValues
 from glassengine.judge.exclusions.sources_per_step import Excluded, Exclusions, sources_of
 from glassengine.judge.exclusions.ties import settled_sources
 from glassengine.numerics.activations import Read
-from glassengine.numerics.float64 import FLOAT32_SUMS, Accumulation, double, retarget, retargeted, target_of
+from glassengine.numerics.float64 import (
+    FLOAT32_SUMS,
+    Accumulation,
+    call_in_double,
+    double,
+    retarget,
+    target_of,
+)
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.kinds import KnownValues
 from glassengine.numerics.noise import ExactProduct, disturbed, noisy, rounded, rounds, uniform
@@ -174,7 +181,7 @@ class ReferenceRun:
         # Node -> largest relative floor so far, of the outputs of the program and of what anybody judged.
         self.relative_floors: dict[str, float] = {}
         self._weights = program.weights()
-        self._in_double = {node: retargeted((node.args, node.kwargs)) for node in program.graph.nodes}
+        self._in_double = {node: call_in_double(node, node.args, node.kwargs) for node in program.graph.nodes}
         self._last_use = last_uses(program)
         self._exactness = Exactness(self._weights, coarsest, accumulation)
         self._hidden = HiddenValues(program.graph, self._exactness)

@@ -12,7 +12,14 @@ from torch.fx import Node
 
 from glassengine.errors import BackendError
 from glassengine.numerics.activations import Read
-from glassengine.numerics.float64 import FLOAT32_SUMS, Accumulation, Operation, Roundoff, retargeted, target_of
+from glassengine.numerics.float64 import (
+    FLOAT32_SUMS,
+    Accumulation,
+    Operation,
+    Roundoff,
+    call_in_double,
+    target_of,
+)
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.mask_values import is_finite
 from glassengine.numerics.noise import WideOperands, reads_memory
@@ -47,7 +54,7 @@ def part_of(node: Node, op: Node) -> Callable[[Any], Any]:
 def in_float64(op: Node, call: Callable[..., Any], read: Callable[[Node], Any]) -> Operation:
     """Return an op in float64 on what `read` gives for the nodes that it reads; `call` computes its result."""
     args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), read)
-    args, kwargs = retargeted((args, kwargs))
+    args, kwargs = call_in_double(op, args, kwargs)
     return Operation(op_name(op), call, args, kwargs, call(*args, **kwargs))
 
 
