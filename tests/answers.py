@@ -26,7 +26,7 @@ JUDGES = {
     "check": ("glassengine.diagnose.check_model", "glassengine.diagnose"),
     "check_training": ("glassengine.diagnose.training.check",),
     "compare": ("glassengine.compare.compare", "glassengine.compare"),
-    "compare_many": ("glassengine.compare.many",),
+    "compare_many": ("glassengine.compare.compare",),
     "replay": ("glassengine.diagnose.snapshot.replay",),
 }
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from glassengine.backends.calibration import calibrate
     from glassengine.capture.run_script import record_script
     from glassengine.capture.target import record_target
-    from glassengine.compare.many import compare_many
+    from glassengine.compare.compare import compare_many
     from glassengine.compare.series import compare_series
     from glassengine.diagnose.engines.side_by_side import side_by_side
     from glassengine.diagnose.invariance.engines import prove_batch_invariant
@@ -66,7 +66,7 @@ _PUBLIC = {
     "calibrate": "glassengine.backends.calibration",
     "check_invariant_script": "glassengine.diagnose.invariance.recorded",
     "compare_artifacts": "glassengine.program.representation.artifacts",
-    "compare_many": "glassengine.compare.many",
+    "compare_many": "glassengine.compare.compare",
     "compare_series": "glassengine.compare.series",
     "find_series": "glassengine.recording.series",
     "is_served": "glassengine.serving.protocol:is_kind",

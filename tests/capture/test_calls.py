@@ -1,4 +1,4 @@
-"""What is called after a model's own forward, with its result, is a part of that step."""
+"""A call of a module: its tensors and caches, the settings of `generate`, and calls that belong to another's step."""
 
 from __future__ import annotations
 

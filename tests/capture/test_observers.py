@@ -1,4 +1,4 @@
-"""Hooks on eager modules: order, call counts, and what they leave behind."""
+"""Hooks on eager modules: order, call counts, what they leave behind; and every node of a program, once, in order."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import glassengine as glass
 from glassengine.cli.main import main
 from glassengine.compare.compare import compare
-from glassengine.compare.matching.source_wrapper import OpenedSource
+from glassengine.compare.matching.sources import OpenedSource
 from glassengine.compare.normalizers import inner_model
 from glassengine.errors import IncomparableError
 from glassengine.recording.read.source import open_source

@@ -1,4 +1,4 @@
-"""Weights alone tell what a conversion got wrong, and nothing is said of what only looks like it."""
+"""Slices that moved and tensors that were taken for others are named, from two records alone."""
 
 from __future__ import annotations
 

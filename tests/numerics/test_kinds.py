@@ -97,3 +97,21 @@ def test_f65_a_mask_of_zeros_and_ones_is_one_of_bools(dtype: torch.dtype) -> Non
     assert check(ours, candidate=Masked(dtype).eval(), inputs={"ids": ids}, min_coverage=0).ok
     wrong = check(ours, candidate=Masked(dtype, hides=1).eval(), inputs={"ids": ids}, min_coverage=0)
     assert not wrong.ok and wrong.standing == "results differ"
+
+
+class Conjugated(nn.Module):
+    """A conjugate, which torch only marks as one, inside and as a result."""
+
+    def __init__(self, bins: int) -> None:
+        super().__init__()
+        self.bins = bins
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        spectrum = torch.fft.rfft(x)
+        made = (spectrum * torch.fft.rfft(x.flip(-1)).conj())[..., : self.bins]
+        return torch.fft.irfft(made, n=x.shape[-1]), made.conj()
+
+
+def test_conjugates_are_judged_in_both_parts() -> None:
+    inputs = {"x": torch.randn(3, 12, generator=torch.Generator().manual_seed(1))}
+    assert check(Conjugated(7), candidate=Conjugated(7), inputs=inputs).ok

@@ -7,8 +7,7 @@ import pytest
 import torch
 from rich.console import Console, RenderableType
 
-from glassengine.compare.compare import compare
-from glassengine.compare.many import compare_many
+from glassengine.compare.compare import compare, compare_many
 from glassengine.report import terminal_compare
 
 

@@ -25,8 +25,7 @@ from transformers import (
 from glassengine.results.without_tensors import RolloutComparison
 from glassengine.rollouts.check import compare
 from glassengine.rollouts.formats import Rollout, Sample, sample
-from glassengine.rollouts.gap import Gap
-from glassengine.rollouts.search import shares
+from glassengine.rollouts.gap import Gap, shares
 from glassengine.rollouts.settings import RolloutSettings
 from glassengine.rollouts.trainer import Trainer
 

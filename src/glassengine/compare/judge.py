@@ -24,8 +24,8 @@ from glassengine.blocks.arrays import (
 from glassengine.compare.loader import Checksums, Counted, PairLoader
 from glassengine.compare.matching import layouts
 from glassengine.compare.matching.matching import MatchedPair
-from glassengine.compare.precision import by_drift, drift_of
 from glassengine.compare.roundings import (
+    BY_TOLERANCE,
     COARSE,
     IF_COARSE,
     ROUNDED,
@@ -33,6 +33,8 @@ from glassengine.compare.roundings import (
     TOO_SMALL,
     Noise,
     Roundings,
+    by_drift,
+    drift_of,
     is_along,
     is_multiple,
     is_small,
@@ -50,7 +52,6 @@ from glassengine.results import VERDICTS, Figures, Pair, Summary, Verdict
 from glassengine.writing import crc32_joined
 
 BY_FLOOR = "noise floor"
-BY_TOLERANCE = "tolerance (uncalibrated)"
 BY_GIVEN_TOLERANCE = "given tolerance"
 BY_SHAPE = "shape"
 BY_PRECISION = "what is left of the signal"

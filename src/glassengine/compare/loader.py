@@ -1,19 +1,20 @@
-"""Loads the two tensors of a pair: in one layout, without what the model does not define, whole or by rows."""
+"""Loads the two tensors of a pair: joined as a map says, in one layout, without padding, whole or by rows."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from glassengine.blocks.arrays import ArrayValues, values_of
-from glassengine.compare.matching.globs import NameIndex
+from glassengine.compare.matching import layouts
+from glassengine.compare.matching.maps import MapRule, NameIndex
 from glassengine.compare.matching.matching import MatchedPair
-from glassengine.compare.matching.source_wrapper import CACHES, Padding, SourceWrapper
+from glassengine.compare.matching.sources import CACHES, Padding, SourceWrapper
 from glassengine.errors import UsageError, nearest
 from glassengine.numerics.exemptions import PADDING, Ledger
 from glassengine.recording.layout.layout import Entry, have_same_bytes
@@ -22,8 +23,6 @@ from glassengine.sites import matches
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from glassengine.compare.matching import layouts
 
 Counted = tuple[int, tuple[tuple[ExemptionReason, int], ...]]
 """Elements of a tensor, and how many of them do not count, by reason."""
@@ -116,8 +115,6 @@ class PairLoader:
         """Return both sides in one layout: as a map says, transposed, slots of a cache or a mask like the other's."""
         import torch
 
-        from glassengine.compare.matching import layouts
-        from glassengine.compare.matching.assembling import assembled
         from glassengine.numerics.mask_values import seen_by
 
         entry, other = match.baseline, match.candidates[0]
@@ -182,3 +179,36 @@ class PairLoader:
 def _masked(valid: np.typing.NDArray[np.bool_], values: ArrayValues) -> ArrayValues:
     """Return 0 where elements do not count."""
     return values._replace(array=np.where(valid, values.array, np.zeros((), values.array.dtype)))
+
+
+def assembled(rule: MapRule, parts: Sequence[tuple[Tensor, Callable[[str], Tensor]]]) -> Tensor:
+    """Return the tensor that the candidates of a rule are together.
+
+    Args:
+        rule: Of a map.
+        parts: Each candidate of each of `maps.steps_of`, with what looks up other tensors of its step.
+    """
+    made = [layouts.apply(rule.candidate_ops, part, lookup=lookup) for part, lookup in parts]
+    number = len(rule.candidates)
+    of_steps = [_joined(rule, made[at : at + number]) for at in range(0, len(made), number)]
+    return of_steps[0] if rule.accumulate is None else _concatenated(of_steps, rule.accumulate)
+
+
+def _joined(rule: MapRule, parts: Sequence[Tensor]) -> Tensor:
+    if rule.is_sum:
+        import torch
+
+        if any(part.shape != parts[0].shape for part in parts):
+            raise UsageError("the candidates cannot be added", got=", ".join(str(list(part.shape)) for part in parts))
+        return torch.stack(list(parts)).sum(0)
+    return parts[0] if rule.concat_dim is None else _concatenated(parts, rule.concat_dim)
+
+
+def _concatenated(parts: Sequence[Tensor], dim: int) -> Tensor:
+    import torch
+
+    try:
+        return torch.cat(list(parts), dim)
+    except (RuntimeError, IndexError) as error:
+        got = ", ".join(str(list(part.shape)) for part in parts)
+        raise UsageError(f"the candidates cannot be concatenated along dimension {dim}", got=got) from error

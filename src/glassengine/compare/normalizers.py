@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from glassengine.blocks.arrays import ArrayValues
-from glassengine.compare.matching.source_wrapper import OpenedSource, SourceWrapper
+from glassengine.compare.matching.sources import OpenedSource, SourceWrapper
 from glassengine.errors import IncomparableError
 from glassengine.recording.formats.debug_tree import FULL
 from glassengine.recording.layout.layout import Entry

@@ -13,7 +13,7 @@ import numpy as np
 
 from glassengine.blocks.arrays import PIECE_ELEMENTS, Array, ArrayValues
 from glassengine.compare.matching.matching import MatchedPair
-from glassengine.compare.matching.source_wrapper import SourceWrapper
+from glassengine.compare.matching.sources import SourceWrapper
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.limits import is_floating
 from glassengine.numerics.orders import called, order_of_slices

@@ -18,10 +18,10 @@ from glassengine.compare.judge import ROW_BYTES, PairJudge, PairVerdict, RowFigu
 from glassengine.compare.loader import Counted
 from glassengine.compare.matching.maps import TensorMap, load_map
 from glassengine.compare.matching.matching import MatchedPair, Matching
-from glassengine.compare.matching.source_wrapper import Remark, SourceWrapper
+from glassengine.compare.matching.sources import Remark, SourceWrapper
 from glassengine.compare.normalizers import normalized
 from glassengine.compare.pairs import PairBlock, PairItem, Pairs
-from glassengine.compare.precision import two_precisions
+from glassengine.compare.roundings import two_precisions
 from glassengine.errors import UsageError
 from glassengine.numerics.drift import DriftSums
 from glassengine.numerics.tolerance import is_inexact, tolerance

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from glassengine.blocks.arrays import values_of
 from glassengine.capture.intake import Writer
-from glassengine.compare.matching.source_wrapper import OpenedSource, Padding
+from glassengine.compare.matching.sources import OpenedSource, Padding
 from glassengine.errors import GlassError
 from glassengine.numerics.float64 import retarget
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff

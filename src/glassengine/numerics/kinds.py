@@ -36,9 +36,8 @@ def unequal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def parts(value: torch.Tensor) -> torch.Tensor:
     """Return a value with real and imaginary part along one more axis."""
-    return torch.view_as_real(
-        value.to(torch.complex128) if value.dtype is torch.complex128 else value.to(torch.complex64)
-    )
+    wide = value if value.dtype is torch.complex128 else value.to(torch.complex64)
+    return torch.view_as_real(wide.resolve_conj())  # a conjugate is only marked as one
 
 
 @dataclass(frozen=True)

@@ -331,7 +331,7 @@ def _range(value: torch.Tensor) -> tuple[float | None, float | None, int]:
     import torch
 
     flat = value.cpu().flatten()
-    flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+    flat = torch.view_as_real(flat.resolve_conj()).flatten() if flat.is_complex() else flat
     # Narrow kinds of numbers have few kernels; float64 holds every value of the others, and int64 itself is kept.
     wide = flat.double() if flat.is_floating_point() else flat.long()
     finite = wide[wide.isfinite()]

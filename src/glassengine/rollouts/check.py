@@ -18,8 +18,7 @@ from glassengine.program import LoadedModel, load_model
 from glassengine.results import Comparison, Findings, Policy, ResultComparison, Verdict
 from glassengine.results.without_tensors import RolloutCause, RolloutComparison, RolloutToken
 from glassengine.rollouts.formats import Rollout, Sample, read_rollout
-from glassengine.rollouts.gap import Gap, PrecisionGap, judge_rest, rounding_floor
-from glassengine.rollouts.search import GapExplanation, search, shares
+from glassengine.rollouts.gap import Gap, GapExplanation, PrecisionGap, judge_rest, rounding_floor, search, shares
 from glassengine.rollouts.settings import KIND_OF, RolloutSettings, changed, in_words, is_rounding
 from glassengine.rollouts.trainer import DTYPES, Trainer
 

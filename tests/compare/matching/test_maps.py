@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glassengine.compare import compare
-from glassengine.compare.matching.globs import _parsed, captures
 from glassengine.compare.matching.layouts import _OPERATIONS
-from glassengine.compare.matching.maps import MapRule, load_map
+from glassengine.compare.matching.maps import MapRule, _parsed, captures, load_map
 from glassengine.compare.matching.matching import pair_names
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.recording.write.writer import RecordingWriter

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from glassengine.cli.main import main
 from glassengine.compare import compare
-from glassengine.compare.ranks.shards import assembled
+from glassengine.compare.ranks.assembly import assembled
 from glassengine.errors import CorruptError, IncomparableError, UsageError
 from glassengine.recording.layout.layout import Sharding
 from glassengine.recording.layout.noise_floor import FILE, StoredFloor, write_noise_floor

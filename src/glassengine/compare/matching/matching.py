@@ -9,8 +9,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from glassengine.compare.matching.globs import NameIndex, captures, substitute, wildcards
-from glassengine.compare.matching.maps import MapRule, TensorMap, steps_of
+from glassengine.compare.matching.maps import MapRule, NameIndex, TensorMap, captures, steps_of, substitute, wildcards
 from glassengine.errors import UnknownNameError, UsageError, nearest
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource

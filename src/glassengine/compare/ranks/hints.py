@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from glassengine.compare.matching.matching import MatchedPair
-from glassengine.compare.matching.phases import is_of_activation, is_of_parameter
-from glassengine.compare.matching.source_wrapper import SourceWrapper
+from glassengine.compare.matching.sources import SourceWrapper, is_of_activation, is_of_parameter
 from glassengine.compare.ranks.assembly import EXPLAINED, MEAN, SUM, Assembly, error_of
 from glassengine.compare.ranks.ranks import AssembledRanks
 from glassengine.compare.ranks.spread import RankArrangement, RankPart, sample_of

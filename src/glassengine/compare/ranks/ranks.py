@@ -14,22 +14,24 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from glassengine.compare.matching.phases import is_of_activation, is_of_parameter
-from glassengine.compare.matching.source_wrapper import CACHES, Remark, SourceWrapper
+from glassengine.compare.matching.sources import CACHES, Remark, SourceWrapper, is_of_activation, is_of_parameter
 from glassengine.compare.ranks.assembly import (
     COPIES,
     HOW,
     ROWS,
     SUM,
     Assembly,
+    Local,
+    assembled,
     errors_of_ranks,
     factor_of_rows,
+    is_spread,
     lies_in_rows,
+    meshes,
     settled,
+    why_not_assembled,
 )
-from glassengine.compare.ranks.data_layout import data_layout, with_other_stages
-from glassengine.compare.ranks.local_names import LocalNames, local_names
-from glassengine.compare.ranks.shards import Local, assembled, is_spread, meshes, why_not_assembled
+from glassengine.compare.ranks.local_view import LocalNames, data_layout, local_names, with_other_stages
 from glassengine.compare.ranks.spread import (
     DataLayout,
     RankArrangement,

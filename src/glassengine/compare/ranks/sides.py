@@ -18,13 +18,27 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from glassengine.compare.matching.matching import MatchedPair, Matching, by_step
-from glassengine.compare.matching.phases import is_of_activation, is_of_parameter
-from glassengine.compare.matching.source_wrapper import SourceWrapper
-from glassengine.compare.ranks.assembly import EXPLAINED, Assembly, error_of, lies_in_rows
-from glassengine.compare.ranks.data_layout import data_layout, spreads_of_inputs, with_other_stages
-from glassengine.compare.ranks.local_names import is_in_lists, local_names, numbers_of_shares
+from glassengine.compare.matching.sources import SourceWrapper, is_of_activation, is_of_parameter
+from glassengine.compare.ranks.assembly import (
+    EXPLAINED,
+    Assembly,
+    Local,
+    assembled,
+    error_of,
+    is_spread,
+    lies_in_rows,
+    meshes,
+    why_not_assembled,
+)
+from glassengine.compare.ranks.local_view import (
+    data_layout,
+    is_in_lists,
+    local_names,
+    numbers_of_shares,
+    spreads_of_inputs,
+    with_other_stages,
+)
 from glassengine.compare.ranks.ranks import AssembledRanks
-from glassengine.compare.ranks.shards import Local, assembled, is_spread, meshes, why_not_assembled
 from glassengine.compare.ranks.spread import (
     DataLayout,
     RankArrangement,

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
-from glassengine.compare.matching.phases import is_of_parameter
-from glassengine.compare.matching.source_wrapper import CACHES
+from glassengine.compare.matching.sources import CACHES, is_of_parameter
 
 _MAX_GROUP = 64
 """Query heads per key head up to which a fused projection is recognized."""

@@ -114,7 +114,7 @@ def probe(values: Iterable[tuple[str, Any]]) -> list[tuple[str, Tensor]]:
 def kinds_of(tensor: Tensor) -> Kinds:
     """Return exactly which values that are not finite a floating or complex tensor holds."""
     tensor = tensor.detach()
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     tensor = tensor.float() if tensor.element_size() == 1 else tensor
     if tensor.numel() == 0:
         return FINITE

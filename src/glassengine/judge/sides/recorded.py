@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from glassengine.capture.target import prompt_lengths
-from glassengine.compare.matching.assembling import assembled
+from glassengine.compare.loader import assembled
 from glassengine.compare.matching.maps import MapRule, TensorMap, steps_of
 from glassengine.compare.matching.matching import pair_names
 from glassengine.errors import IncomparableError, UsageError, nearest

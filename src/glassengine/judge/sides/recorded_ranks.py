@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.compare.matching.source_wrapper import OfRank
+from glassengine.compare.matching.sources import OfRank
 from glassengine.compare.ranks.assembly import COPIES, EXPLAINED, error_of
 from glassengine.compare.ranks.hints import of_parts
 from glassengine.compare.ranks.ranks import AssembledRanks

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from glassengine.compare.matching.assembling import assembled
+from glassengine.compare.loader import assembled
 from glassengine.compare.matching.maps import MapRule, TensorMap, parse_map
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.reading.documents import read_document

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from glassengine.compare.matching.globs import captures, substitute
-from glassengine.compare.matching.maps import MapRule
+from glassengine.compare.matching.maps import MapRule, captures, substitute
 from glassengine.errors import CorruptError, UsageError
 from glassengine.plugins.serving.alignment import EPSILONS, AlignmentTable, Unread, as_parameter, numbers_of, table_of
 from glassengine.plugins.serving.ggml.child import find_library, run_llama

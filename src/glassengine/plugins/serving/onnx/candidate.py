@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from glassengine.compare.matching.globs import NameIndex, captures, substitute
 from glassengine.compare.matching.layouts import LayoutOperation
-from glassengine.compare.matching.maps import MapRule
+from glassengine.compare.matching.maps import MapRule, NameIndex, captures, substitute
 from glassengine.errors import UsageError
 from glassengine.plugins.serving.alignment import AlignmentTable, Unread, adds_one, as_parameter, numbers_of, table_of
 from glassengine.plugins.serving.onnx.decoder import CONFIG, OWN_LOOP, Feeds, OnnxDecoder, generated, open_decoder

@@ -1,10 +1,12 @@
+"""Tensors that a rule names are put together, and in which layout."""
+
 from pathlib import Path
 
 import pytest
 import torch
 
 import glassengine as glass
-from glassengine.compare.matching.assembling import assembled
+from glassengine.compare.loader import assembled
 from glassengine.compare.matching.layouts import apply, parse_operation
 from glassengine.compare.matching.maps import parse_map, steps_of
 from glassengine.errors import UsageError
