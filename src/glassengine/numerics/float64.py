@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,19 +46,34 @@ def retargeted(arguments: Any) -> Any:
     return map_aggregate(arguments, retarget)
 
 
-def call_in_double(node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Make the arguments that a node is called with float64; what makes a tensor of the default dtype is told so."""
-    args, kwargs = retargeted((args, dict(kwargs)))
-    return args, {**kwargs, "dtype": torch.float64} if _has_default_dtype(node) else kwargs
+def in_double(node: Node, target: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what computes a node in float64, of arguments in float64, given what calls it.
+
+    Of windows, of integers and a number (`arange(8) * 0.1`) torch makes tensors of its default dtype: for the time of
+    such a call that is float64.
+    """
+    return partial(_with_double_default, target) if _has_default_dtype(node) else target
+
+
+def _with_double_default(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return target(*args, **kwargs)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _has_default_dtype(node: Node) -> bool:
-    """Whether a node makes a floating tensor of no other (a window, `linspace`), and is not told its dtype."""
-    schema, made = getattr(node.target, "_schema", None), node.meta.get("val")
-    if schema is None or not isinstance(made, torch.Tensor) or node.kwargs.get("dtype") is not None:
+    made = node.meta.get("val")
+    if not isinstance(made, Tensor) or made.dtype not in _FLOATS or node.kwargs.get("dtype") is not None:
         return False
-    reads = (isinstance(source.meta.get("val"), torch.Tensor) for source in node.all_input_nodes)
-    return made.is_floating_point() and any(one.name == "dtype" for one in schema.arguments) and not any(reads)
+    read = (source.meta.get("val") for source in node.all_input_nodes)
+    return not any(isinstance(value, Tensor) and not _is_integral(value.dtype) for value in read)
+
+
+def _is_integral(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex)
 
 
 def target_of(node: Node) -> Any:

@@ -24,7 +24,7 @@ from glassengine.judge.pairing.candidate_tensors import (
 from glassengine.judge.pairing.probe import ProbeStep
 from glassengine.judge.pairing.weights import SameWeights, users_of
 from glassengine.numerics.arrangements import Arrangement
-from glassengine.numerics.float64 import retarget, target_of
+from glassengine.numerics.float64 import in_double, retarget, target_of
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.kinds import in_kind
 from glassengine.program.representation.naming import op_name
@@ -329,7 +329,7 @@ class Predictions:
             args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), value)
             args, kwargs = pytree.tree_map(retarget, (args, kwargs))
             try:
-                results.append(target_of(node)(*args, **kwargs))
+                results.append(in_double(node, target_of(node))(*args, **kwargs))
             except (RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
                 raise UnknownValue from error
         return results

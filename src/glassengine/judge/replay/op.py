@@ -34,10 +34,11 @@ from glassengine.numerics.float64 import (
     U_ACCUMULATE,
     Operation,
     Roundoff,
-    call_in_double,
     double,
+    in_double,
     is_broken,
     num_newly_broken,
+    retargeted,
     target_of,
 )
 from glassengine.numerics.judgement import Judgement, unit_roundoff
@@ -151,9 +152,9 @@ class CandidateCall:
     @torch.no_grad()
     def in_float64(self) -> OneOp | None:
         """Return what the op should give, with its error; None where it does not fit the candidate's tensor."""
-        claim, call = self.claim, self.target
+        claim, call = self.claim, in_double(self.op, self.target)
         try:
-            args, kwargs = call_in_double(self.op, self.args, self.kwargs)
+            args, kwargs = retargeted((self.args, self.kwargs))
             exact = call(*args, **kwargs)
             carried: Tensor | float = 0.0 if self.room is None else call(*self.room, **kwargs).abs()
         except DOES_NOT_FIT:

@@ -28,9 +28,10 @@ from glassengine.numerics.activations import Read
 from glassengine.numerics.float64 import (
     FLOAT32_SUMS,
     Accumulation,
-    call_in_double,
     double,
+    in_double,
     retarget,
+    retargeted,
     target_of,
 )
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
@@ -181,7 +182,7 @@ class ReferenceRun:
         # Node -> largest relative floor so far, of the outputs of the program and of what anybody judged.
         self.relative_floors: dict[str, float] = {}
         self._weights = program.weights()
-        self._in_double = {node: call_in_double(node, node.args, node.kwargs) for node in program.graph.nodes}
+        self._in_double = {node: retargeted((node.args, node.kwargs)) for node in program.graph.nodes}
         self._last_use = last_uses(program)
         self._exactness = Exactness(self._weights, coarsest, accumulation)
         self._hidden = HiddenValues(program.graph, self._exactness)
@@ -304,7 +305,7 @@ class ReferenceRun:
         return [value.to(made.dtype) if lane == 1 else wide for lane in self._lanes]
 
     def _evaluate(self, node: Node, env: Mapping[Node, list[Any]], generators: list[torch.Generator]) -> list[Any]:
-        target = target_of(node)
+        target, target_in_double = target_of(node), in_double(node, target_of(node))
         doubles: dict[Node, Any] = {}
 
         def argument(source: Node, lane: int) -> Any:
@@ -348,7 +349,7 @@ class ReferenceRun:
             if lane > 1 and isinstance(node.target, Composite):
                 results.append(self._rounded_inside(node, args, kwargs, generators[lane]))
                 continue
-            value = target(*args, **kwargs)
+            value = target_in_double(*args, **kwargs)
             if lane == 0 and self._is_of_whole_numbers(node, args, kwargs, value):
                 is_rounded = False
             is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
@@ -378,7 +379,7 @@ class ReferenceRun:
                 retarget, other_values[source] if source in other_values else env[source][0]
             ),
         )
-        return target_of(node)(*args, **kwargs)
+        return in_double(node, target_of(node))(*args, **kwargs)
 
     def _stored(self, node: Node) -> dict[int, torch.Tensor]:
         """Weights among the arguments of `node` as they are stored, by position."""

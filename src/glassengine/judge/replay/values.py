@@ -17,7 +17,8 @@ from glassengine.numerics.float64 import (
     Accumulation,
     Operation,
     Roundoff,
-    call_in_double,
+    in_double,
+    retargeted,
     target_of,
 )
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
@@ -54,7 +55,8 @@ def part_of(node: Node, op: Node) -> Callable[[Any], Any]:
 def in_float64(op: Node, call: Callable[..., Any], read: Callable[[Node], Any]) -> Operation:
     """Return an op in float64 on what `read` gives for the nodes that it reads; `call` computes its result."""
     args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), read)
-    args, kwargs = call_in_double(op, args, kwargs)
+    args, kwargs = retargeted((args, kwargs))
+    call = in_double(op, call)
     return Operation(op_name(op), call, args, kwargs, call(*args, **kwargs))
 
 
