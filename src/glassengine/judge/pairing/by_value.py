@@ -98,7 +98,8 @@ class Counterparts:
                 # What makes its values was asked before.
                 continue
             found = self._search.wrong(node, predicted, self._known.proposal(node), meets=apart is not None)
-            if apart is not None and apart <= _TIGHT:
+            is_turned = any(self._known.is_turned(*pair) for pair in found)
+            if apart is not None and apart <= _TIGHT and not is_turned:
                 # The error is below the noise: what reads the tensor is right as it is.
                 for other, seen in found:
                     self._known.settle(other, seen)
