@@ -28,13 +28,13 @@ CORPORA = {
     "as given": ("test_as_given", "test_outside", "test_candidates_that_raise", "test_gone_wrong"),
     "kinds": ("test_hints_of_ports", "test_hints_of_folded_weights"),
     "stored": ("test_stored_programs", "test_torchscript", "test_onnx_results", "test_replay_onnx"),
-    "engines": ("test_passes", "test_runtime_kernels", "tests/diagnose/ladder", "tests/diagnose/engines"),
+    "engines": ("test_passes", "test_runtime_kernels", "tests/diagnose/ladder", "tests/diagnose/test_side_by_side.py"),
     "serving": ("tests/plugins/serving/check",),
     "quantized": ("tests/plugins/quantized",),
     "ranks": ("test_runs_of_ranks", "tests/compare/ranks", "tests/compare/end_to_end"),
-    "lazy": ("tests/diagnose/snapshot",),
+    "lazy": ("tests/diagnose/test_snapshot_replay.py",),
     "recordings": ("tests/compare/test_*.py", "tests/compare/matching", "tests/compare/series"),
-    "training": ("tests/diagnose/training",),
+    "training": ("tests/diagnose/test_training_*.py",),
     "foreign": ("tests/foreign/test_foreign.py",),
 }
 """Corpus -> tests; a bare name is one of the end-to-end tests of `glass check`."""

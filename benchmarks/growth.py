@@ -27,7 +27,7 @@ from benchmarks.reading import many_steps, written
 from benchmarks.report import keep, surroundings
 from glassengine.capture.record import record
 from glassengine.compare.compare import compare
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 from glassengine.recording.write.writer import RecordingWriter
 
 MOST = 1.05

@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.report import keep, surroundings
 from glassengine.diagnose import check
-from glassengine.diagnose.training.check import check_training
+from glassengine.diagnose.training_check import check_training
 from glassengine.judge.hypotheses.hints import Hints
 from glassengine.results import Comparison, Hint
 from tests.corpus import corpus, training

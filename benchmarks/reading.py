@@ -25,8 +25,8 @@ from glassengine.compare.compare import compare
 from glassengine.recording.layout import layout
 from glassengine.recording.layout import records as frames
 from glassengine.recording.layout.layout import Location
-from glassengine.recording.layout.values import describe
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.layout.tensors import describe
+from glassengine.recording.reader import Recording
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.writing import crc32
 
@@ -100,7 +100,7 @@ def show(path: Path) -> None:
 def memory(path: Path) -> float:
     """Return by how many MB opening makes a process larger that has loaded the modules."""
     code = (
-        "import re, sys; from pathlib import Path; from glassengine.recording.read.reader import Recording\n"
+        "import re, sys; from pathlib import Path; from glassengine.recording.reader import Recording\n"
         "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1]) / 1e3\n"
         "before = peak(); Recording.open(sys.argv[1]); print(peak() - before)"
     )

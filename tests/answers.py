@@ -24,10 +24,10 @@ QUICK = ("recordings", "as given")
 # Function -> modules that have it under its name.
 JUDGES = {
     "check": ("glassengine.diagnose.check_model", "glassengine.diagnose"),
-    "check_training": ("glassengine.diagnose.training.check",),
+    "check_training": ("glassengine.diagnose.training_check",),
     "compare": ("glassengine.compare.compare", "glassengine.compare"),
     "compare_many": ("glassengine.compare.compare",),
-    "replay": ("glassengine.diagnose.snapshot.replay",),
+    "replay": ("glassengine.diagnose.snapshot_replay",),
 }
 
 

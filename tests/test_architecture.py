@@ -332,7 +332,7 @@ def test_rooms_are_ordered() -> None:
     found = {module: all_imports(module) & MODULES.keys() for module in MODULES}
     assert cycles(rooms(found)) == []
     # Planted: what is low imports from what is high.
-    found["glassengine.judge.graphs.cut"] = {*found["glassengine.judge.graphs.cut"], "glassengine.judge.sides.protocol"}
+    found["glassengine.judge.pieces"] = {*found["glassengine.judge.pieces"], "glassengine.judge.sides.protocol"}
     assert cycles(rooms(found)) != []
 
 
@@ -387,8 +387,8 @@ def test_environment_is_read_in_one_module() -> None:
     [
         ("glassengine.errors", "import glassengine.sites"),
         ("glassengine.errors", "from glassengine import environment"),
-        ("glassengine.recording.read.reader", "def f():\n    from glassengine.program.loading.load import load"),
-        ("glassengine.recording.read.reader", "from ...program import load"),
+        ("glassengine.recording.reader", "def f():\n    from glassengine.program.loading.load import load"),
+        ("glassengine.recording.reader", "from ..program import load"),
         (
             "glassengine.engine.session.session",
             "from importlib import import_module\nimport_module('glassengine.diagnose')",
@@ -409,7 +409,7 @@ def test_planted_import_is_found(module: str, line: str) -> None:
     ("module", "line"),
     [
         ("glassengine.diagnose.check_model", "from glassengine.engine.session.session import Session"),
-        ("glassengine.recording.read.reader", "from .layout import Layout"),
+        ("glassengine.recording.reader", "from .layout import Layout"),
         ("glassengine.cli.check", "import glassengine as glass"),
         ("glassengine.cli.check", "from glassengine import check"),
         ("glassengine.errors", "if TYPE_CHECKING:\n    from glassengine.results import Comparison"),
@@ -440,9 +440,9 @@ DECIDED_BY_WORDS = {
     # Values of the JSON document, of a Literal type that mypy holds comparisons against.
     ("plugins/quantized/result.py", "not its values"): "kind of a hint, documented in the JSON reference",
     # Stack traces as Python and torch write them.
-    ("diagnose/training/gradient_graph.py", '(?m)^(?=\\s*File ")'): "a traceback",
-    ("diagnose/training/gradient_graph.py", 'File "'): "a traceback",
-    ("diagnose/training/gradient_graph.py", "Gradient addition"): "torch's own name of what autograd adds",
+    ("diagnose/training_run.py", '(?m)^(?=\\s*File ")'): "a traceback",
+    ("diagnose/training_run.py", 'File "'): "a traceback",
+    ("diagnose/training_run.py", "Gradient addition"): "torch's own name of what autograd adds",
     ("cli/errors.py", "<frozen importlib"): "Python's own name of a file",
     # How words are laid out on a screen.
     ("report/words.py", " at ["): "a place that is told already is not told twice",

@@ -500,8 +500,8 @@ def test_docstrings_name_what_exists(root: Path) -> None:
     ("reference", "dead"),
     [
         ("judge.gone", True),
-        ("judge.graphs.cut.Piece", False),
-        ("judge.graphs.cut.NoSuchClass", True),
+        ("judge.pieces.Piece", False),
+        ("judge.pieces.NoSuchClass", True),
         ("numerics.bounds", False),
         ("engine.generate", False),
         ("program.no_such_room.rows", False),

@@ -162,7 +162,7 @@ FORBIDDEN = {
     "main(['schema', 'check'])": f"torch numpy {_SCREEN}",
     "main(['show', 'nothing'])": f"torch numpy {_SCREEN} {_RESULTS}",
     "import glassengine.compare.compare": f"torch {_MODELS}",
-    "import glassengine.diagnose.check_model": f"{_COMPILERS} glassengine.kernels glassengine.diagnose.training",
+    "import glassengine.diagnose.check_model": f"{_COMPILERS} glassengine.kernels glassengine.diagnose.training_check",
 }
 """What runs -> what it does not import, beside what nothing here needs."""
 

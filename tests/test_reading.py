@@ -22,7 +22,6 @@ METHODS = {"read_text", "read_bytes", "ParseFromString"}
 ROOM = "reading/"
 TEMPLATES = (
     "diagnose/reproduction/template.py",
-    "diagnose/reproduction/onnx_template.py",
     "program/representation/python_source.py",
 )
 """What users get is to run without this package: their own files, by the libraries they have."""
@@ -38,12 +37,12 @@ REASONS: dict[str, dict[str, str]] = {
     "cli/errors.py": {"os.open": "/dev/null"},
     "workers/pipe.py": {"pickle.load": "what our own parent process sent, or our own child answered"},
     "diagnose/invariance/alone.py": {"torch.load": "what our own process wrote, with weights_only"},
-    "diagnose/ladder/per_case.py": {"pickle.loads": "what our own parent process sent, or our own child answered"},
+    "diagnose/ladder/judging.py": {"pickle.loads": "what our own parent process sent, or our own child answered"},
     "diagnose/reproduction/bisect_compiler.py": {"json.loads": "what our own child process printed"},
     "diagnose/paired_run.py": {"json.loads": "what our own child process sent"},
     "diagnose/paired_side.py": {"json.loads": "what our own parent process asked"},
     "diagnose/script_floor.py": {"json.loads": "what our own parent process asked"},
-    "diagnose/snapshot/trial.py": {"json.load": "what our own parent process sent"},
+    "diagnose/snapshot_trial.py": {"json.load": "what our own parent process sent"},
     "prompt/tokens.py": {"json.loads": "the table that ships", "read_text": "the table that ships"},
     "prompt/templates.py": {"json.loads": "the table that ships", "read_text": "the table that ships"},
     "schemas/__init__.py": {"json.loads": "the schemas that ship", "read_text": "the schemas that ship"},
@@ -66,7 +65,7 @@ REASONS: dict[str, dict[str, str]] = {
     "plugins/onnx/other_domains.py": {"ParseFromString": "definitions of operators that the package onnx holds"},
     "executable/profile_trace.py": {"json.loads": "what was made in the same line"},
     "executable/snapshot/layout.py": {"json.loads": "what was made a line above"},
-    "recording/read/export.py": {"zipfile.ZipFile": "to write"},
+    "recording/export.py": {"zipfile.ZipFile": "to write"},
     "recording/formats/json_files.py": {"json.loads": "what the room mapped, bounded in bytes and items"},
     "recording/formats/files.py": {"zipfile.ZipFile": "on a file that the room has looked at"},
     "recording/ring/journal.py": {"os.open": "to write"},

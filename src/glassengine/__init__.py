@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from glassengine.compare.compare import compare
     from glassengine.diagnose import check
     from glassengine.diagnose.invariance.check import check_invariant
-    from glassengine.diagnose.snapshot.replay import replay
-    from glassengine.diagnose.training.check import check_training
+    from glassengine.diagnose.snapshot_replay import replay
+    from glassengine.diagnose.training_check import check_training
     from glassengine.engine.build.build import build
     from glassengine.engine.run.engine import Engine
     from glassengine.engine.run.load import load
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from glassengine.kernels.match import assert_matches, matches
     from glassengine.program import sites
     from glassengine.prompt.check import check_prompt
-    from glassengine.recording.read.export import export
-    from glassengine.recording.read.reader import Recording
-    from glassengine.recording.read.source import open_dump as open
+    from glassengine.recording.export import export
+    from glassengine.recording.reader import Recording
+    from glassengine.recording.source import open_dump as open
     from glassengine.recording.write.policy import Watch
     from glassengine.results import Comparison, Divergence
     from glassengine.rollouts.check import check_rollout
@@ -87,7 +87,7 @@ _PUBLIC = {
     "Divergence": "glassengine.results",
     "Engine": "glassengine.engine.run.engine",
     "GlassError": "glassengine.errors",
-    "Recording": "glassengine.recording.read.reader",
+    "Recording": "glassengine.recording.reader",
     "Session": "glassengine.engine.session.session",
     "Watch": "glassengine.recording.write.policy",
     "assert_matches": "glassengine.kernels.match",
@@ -96,20 +96,20 @@ _PUBLIC = {
     "check_invariant": "glassengine.diagnose.invariance.check",
     "check_prompt": "glassengine.prompt.check",
     "check_rollout": "glassengine.rollouts.check",
-    "check_training": "glassengine.diagnose.training.check",
+    "check_training": "glassengine.diagnose.training_check",
     "compare": "glassengine.compare.compare",
     "compat": "glassengine.compat",
-    "export": "glassengine.recording.read.export",
+    "export": "glassengine.recording.export",
     "lazy": "glassengine.lazy",
     "list_backends": "glassengine.backends.registry",
     "load": "glassengine.engine.run.load",
     "mark_step": "glassengine.executable.steps",
     "matches": "glassengine.kernels.match",
     "metrics": "glassengine.metrics",
-    "open": "glassengine.recording.read.source:open_dump",
+    "open": "glassengine.recording.source:open_dump",
     "profiler": "glassengine.profiler",
     "record": "glassengine.capture.record",
-    "replay": "glassengine.diagnose.snapshot.replay",
+    "replay": "glassengine.diagnose.snapshot_replay",
     "sites": "glassengine.program",
     "snapshots": "glassengine.snapshots",
     "tap": "glassengine.taps",

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from glassengine.capture.target import record_target
     from glassengine.compare.compare import compare_many
     from glassengine.compare.series import compare_series
-    from glassengine.diagnose.engines.side_by_side import side_by_side
-    from glassengine.diagnose.invariance.engines import prove_batch_invariant
-    from glassengine.diagnose.invariance.machine import batch_table
     from glassengine.diagnose.invariance.recorded import check_invariant_script
+    from glassengine.diagnose.invariance.subjects import prove_batch_invariant
+    from glassengine.diagnose.invariance.ways import batch_table
     from glassengine.diagnose.noise_floor import measure_noise_floor
-    from glassengine.diagnose.paired_modules import watch_modules
     from glassengine.diagnose.paired_run import PairedScript, watch_scripts
+    from glassengine.diagnose.paired_steps import watch_modules
     from glassengine.diagnose.script_floor import measure_script_floor
+    from glassengine.diagnose.side_by_side import side_by_side
     from glassengine.program.representation.artifacts import compare_artifacts
-    from glassengine.recording.read.upload import upload
+    from glassengine.recording.export import upload
     from glassengine.recording.series import SeriesReader, find_series
     from glassengine.serving.protocol import is_kind as is_served
     from glassengine.serving.record import record_served
@@ -62,7 +62,7 @@ __all__ = [
 _PUBLIC = {
     "PairedScript": "glassengine.diagnose.paired_run",
     "SeriesReader": "glassengine.recording.series",
-    "batch_table": "glassengine.diagnose.invariance.machine",
+    "batch_table": "glassengine.diagnose.invariance.ways",
     "calibrate": "glassengine.backends.calibration",
     "check_invariant_script": "glassengine.diagnose.invariance.recorded",
     "compare_artifacts": "glassengine.program.representation.artifacts",
@@ -72,13 +72,13 @@ _PUBLIC = {
     "is_served": "glassengine.serving.protocol:is_kind",
     "measure_noise_floor": "glassengine.diagnose.noise_floor",
     "measure_script_floor": "glassengine.diagnose.script_floor",
-    "prove_batch_invariant": "glassengine.diagnose.invariance.engines",
+    "prove_batch_invariant": "glassengine.diagnose.invariance.subjects",
     "record_script": "glassengine.capture.run_script",
     "record_served": "glassengine.serving.record",
     "record_target": "glassengine.capture.target",
-    "side_by_side": "glassengine.diagnose.engines.side_by_side",
-    "upload": "glassengine.recording.read.upload",
-    "watch_modules": "glassengine.diagnose.paired_modules",
+    "side_by_side": "glassengine.diagnose.side_by_side",
+    "upload": "glassengine.recording.export",
+    "watch_modules": "glassengine.diagnose.paired_steps",
     "watch_scripts": "glassengine.diagnose.paired_run",
 }
 __getattr__, __dir__ = deferred(__name__, _PUBLIC)

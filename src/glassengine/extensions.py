@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 BACKENDS = "glassengine.backends"
 """Each entry is a class that makes a `backends.protocol.backend.Backend`; the built-in ones come by the same door."""
 FORMATS = "glassengine.formats"
-"""Each entry is a `recording.read.source.SourceFormat`."""
+"""Each entry is a `recording.source.SourceFormat`."""
 SERVING = "glassengine.serving"
 """Each entry is a function from a place and `serving.protocol.ServingOptions` to a `serving.protocol.Served`."""
 

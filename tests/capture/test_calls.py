@@ -21,7 +21,7 @@ import glassengine as glass
 from glassengine.capture.calls import tensors_in
 from glassengine.capture.record import record
 from glassengine.compare import compare
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 from glassengine.testing.models import llama
 
 

@@ -20,7 +20,7 @@ from glassengine.compare.compare import compare
 from glassengine.errors import CorruptError
 from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.layout.layout import Entry
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 from glassengine.recording.write.policy import RecordingPolicy
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.testing.models import llama

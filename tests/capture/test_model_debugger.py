@@ -16,7 +16,7 @@ from transformers.model_debugging_utils import model_addition_debugger_context a
 
 import glassengine as glass
 from glassengine.errors import IncomparableError, UsageError
-from glassengine.recording.read.source import TensorSource, open_source
+from glassengine.recording.source import TensorSource, open_source
 from glassengine.testing.models import gemma3, gpt2, llama
 
 IDS = torch.tensor([[5, 6, 7]])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from glassengine.capture.intake import Intake
 from glassengine.capture.record import record
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 
 
 class Inside(nn.Module):

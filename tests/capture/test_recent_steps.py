@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from glassengine.capture.recent_steps import Column, DeviceNorms, StepBuffer, StepItem, retain_freed_memory
-from glassengine.recording.layout.statistics import copied_norm, norm_of
+from glassengine.recording.layout.tensors import copied_norm, norm_of
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")

@@ -22,7 +22,7 @@ import glassengine as glass
 from glassengine import taps
 from glassengine.capture.record import record
 from glassengine.errors import GlassError, UnknownNameError, UsageError
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 from glassengine.recording.ring import producer as block
 from glassengine.recording.ring import producer as passage
 from glassengine.testing.models import llama

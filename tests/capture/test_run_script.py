@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from glassengine.capture.run_script import script_ended
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 from tests import children
 
 

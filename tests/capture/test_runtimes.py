@@ -19,7 +19,7 @@ from torch import nn
 from glassengine.capture.runtimes import when_imported
 from glassengine.capture.script_recorder import ScriptRecorder
 from glassengine.cli.main import main
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 
 
 class Double(nn.Module):

@@ -25,7 +25,7 @@ from glassengine.capture import script_recorder as script
 from glassengine.capture.record import Recorder, record
 from glassengine.capture.script_recorder import MAX_MODELS, ScriptRecorder, SpawnedRecordings, _start, finish
 from glassengine.errors import GlassError
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 from tests import children
 
 NET = """\

@@ -19,7 +19,7 @@ from glassengine.cli.main import main
 from glassengine.cli.record import ScriptLine, read_script_line
 from glassengine.errors import UsageError
 from glassengine.recording import background as worker
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 from tests import children
 
 FACTORIES = """

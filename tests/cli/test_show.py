@@ -96,7 +96,7 @@ def test_statistics_are_kept_for_the_next_time(
     def planted(*_: object) -> None:
         raise AssertionError("computed again")
 
-    monkeypatch.setattr("glassengine.recording.layout.statistics.summarize", planted)
+    monkeypatch.setattr("glassengine.recording.layout.tensors.summarize", planted)
     assert show("--json") == first
     damaged = bytearray((recording / layout.STATISTICS).read_bytes())
     damaged[20] ^= 1

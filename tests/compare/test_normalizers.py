@@ -15,7 +15,7 @@ from glassengine.compare.compare import compare
 from glassengine.compare.matching.sources import OpenedSource
 from glassengine.compare.normalizers import inner_model
 from glassengine.errors import IncomparableError
-from glassengine.recording.read.source import open_source
+from glassengine.recording.source import open_source
 from glassengine.recording.write.writer import RecordingWriter
 
 

@@ -18,12 +18,12 @@ from torch.fx import Node
 
 from glassengine.errors import GlassError
 from glassengine.judge.cases import Case, StepInputs
-from glassengine.judge.graphs.by_name import difference
 from glassengine.judge.pairing.by_value import pair_programs
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.program import ProgramSide
 from glassengine.judge.sides.protocol import Arranged, Place, Side
+from glassengine.judge.site_pairs import difference
 from glassengine.judge.verdict.conclude import findings_of
 from glassengine.judge.verdict.run import run_cases
 from glassengine.judge.verdict.score import Score

@@ -45,8 +45,8 @@ def _alone(here: Path) -> Path:
 
 
 def read_dump(here: Path, shared: Path) -> int:
-    from glassengine.recording.read.reader import Recording
-    from glassengine.recording.read.source import open_source
+    from glassengine.recording.reader import Recording
+    from glassengine.recording.source import open_source
 
     files = [path for path in sorted(here.rglob("*")) if path.name != ".made"]
     source = open_source(files[0] if len(files) == 1 else here)

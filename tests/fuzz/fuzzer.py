@@ -38,8 +38,8 @@ from edits import Maker, changed
 
 import glassengine.recording
 from glassengine.errors import GlassError
-from glassengine.recording.read.reader import Recording
-from glassengine.recording.read.source import open_source
+from glassengine.recording.reader import Recording
+from glassengine.recording.source import open_source
 
 READERS = str(Path(glassengine.recording.__file__).parent)
 MAX_BYTES = 3 << 30  # of address space beyond what is in use when it begins

@@ -31,7 +31,7 @@ import torch
 from fuzzer import MAX_SECONDS, begin_clock, exercise
 
 from glassengine.errors import GlassError
-from glassengine.recording.read.source import open_source
+from glassengine.recording.source import open_source
 
 MAX_BYTES = 2 << 30
 NAMES = ["../../x", "/etc/passwd", "nul\0nul", "\u202egpj.exe", "x" * 4096, "..", "con", "a\nb"]

@@ -15,11 +15,10 @@ import torch
 from safetensors.torch import save
 
 import glassengine as glass
+from glassengine.recording.export import FORMATS
 from glassengine.recording.layout.layout import LeftOut, Sharding
-from glassengine.recording.layout.statistics import light_of_blocks
-from glassengine.recording.layout.values import describe
-from glassengine.recording.read.export import FORMATS
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.layout.tensors import describe, light_of_blocks
+from glassengine.recording.reader import Recording
 from glassengine.recording.write.writer import RecordingWriter
 
 Files = dict[str, bytes]

@@ -25,7 +25,7 @@ from glassengine.numerics.distances import (
     worst_elements,
 )
 from glassengine.numerics.tolerance import EXACT, is_inexact, tolerance
-from glassengine.recording.layout.statistics import summarize
+from glassengine.recording.layout.tensors import summarize
 from glassengine.results import ElementDifference, PatternMismatches
 
 FLOATING = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]

@@ -24,7 +24,7 @@ from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.layout import records
 from glassengine.recording.layout.index import read_index
 from glassengine.recording.layout.layout import ALIGNMENT, LeftOut, LightStatistics
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 from glassengine.recording.ring import producer as repetition
 from glassengine.recording.ring import ring as pinned
 from glassengine.recording.ring.ring import Ring

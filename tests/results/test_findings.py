@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import glassengine as glass
-from glassengine.diagnose.training.findings import TrainingFindings
+from glassengine.diagnose.training_check import TrainingFindings
 from glassengine.results import Comparison, Findings, Pair, Policy, ResultComparison, Verdict, decide
 from glassengine.testing import models
 

@@ -22,7 +22,7 @@ from glassengine.executable.counters import parse_metrics, read_metrics
 from glassengine.reading.tensors import read_header, read_npz, read_torch, shape_from
 from glassengine.recording.layout.layout import shard_name
 from glassengine.recording.layout.records import entry_from, left_out_from
-from glassengine.recording.read.source import open_source
+from glassengine.recording.source import open_source
 from glassengine.recording.write.writer import RecordingWriter
 
 SHAPES = {

@@ -23,8 +23,7 @@ from glassengine.capture.calls import KV_AXES, LazyTensorLike, Promise, is_compu
 from glassengine.capture.observed_call import is_interruption
 from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import ADDED, ADDED_AXIS, LeftOut, Sharding
-from glassengine.recording.layout.statistics import light
-from glassengine.recording.layout.values import dtype_name, why_not
+from glassengine.recording.layout.tensors import dtype_name, light, why_not
 from glassengine.recording.write.policy import NO_VALUES, RecordingPolicy
 
 
@@ -104,11 +103,6 @@ def _quantization(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     else:
         yield ".scale", tensor.q_per_channel_scales()
         yield ".zero_point", tensor.q_per_channel_zero_points()
-
-
-def port_of_part(site: str, key: str) -> str:
-    """Return what joins the key of a part to its site: a part of a plain path is a part of its output."""
-    return ":out" if key and ":" not in site else ""
 
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
@@ -312,7 +306,8 @@ class Intake:
             self._leave_out(site, step, f"a tensor of type {type(tensor).__name__} has no plain parts", tensor)
             return
         for key, part in parts:
-            self._take(f"{site}{port_of_part(site, key)}{key}", step, part, keeps, None if key else axes)
+            port = ":out" if key and ":" not in site else ""  # a part of a plain path is a part of its output
+            self._take(f"{site}{port}{key}", step, part, keeps, None if key else axes)
 
     def _take_shard(
         self, site: str, step: int, tensor: Any, keeps: bool, axes: Mapping[str, int] | None, sharding: Sharding

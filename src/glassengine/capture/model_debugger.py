@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from glassengine.capture.record import Recorder, own_directory, record
 from glassengine.errors import GlassError, UsageError
 from glassengine.recording.formats.debug_tree_writer import TreeWriter
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 from glassengine.sites import port_site
 from glassengine.writing import local, put_away
 

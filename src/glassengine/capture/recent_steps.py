@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from glassengine.recording.layout.layout import LeftOut
-from glassengine.recording.layout.statistics import copied_norm, norm_of
-from glassengine.recording.layout.values import dtype_name
+from glassengine.recording.layout.tensors import copied_norm, dtype_name, norm_of
 
 # A view keeps all of what it is a view of: a small part of something large is copied.
 _VIEW_PARTS = 4

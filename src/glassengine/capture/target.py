@@ -31,7 +31,7 @@ from glassengine.program.loading.load import load_model
 from glassengine.program.user_code.calls import forward_errors
 from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import LeftOut
-from glassengine.recording.read.source import TensorSource, open_source
+from glassengine.recording.source import TensorSource, open_source
 from glassengine.recording.write.policy import RecordingPolicy, WhenBehind
 from glassengine.results.recorded import RecordedTarget
 from glassengine.stores.places import place
@@ -153,7 +153,7 @@ def record_target(
             observe(writer, [tokens[:, :-1] for tokens in made])
 
         then(path, run_again)
-    from glassengine.recording.read.reader import Recording
+    from glassengine.recording.reader import Recording
 
     opened = Recording.open(path)
     total = sum(entry.nbytes for entry in opened.entries)

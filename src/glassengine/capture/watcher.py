@@ -34,7 +34,7 @@ from glassengine.errors import GlassError, UsageError
 from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import LeftOut
-from glassengine.recording.layout.statistics import norm_of
+from glassengine.recording.layout.tensors import norm_of
 from glassengine.recording.series import ABSENT, MEASURED, NONFINITE, UNMEASURED, Array, SeriesLog
 from glassengine.recording.write.policy import RecordingPolicy, Tracker, Watch
 from glassengine.sites import ROOT

@@ -42,7 +42,7 @@ from glassengine.numerics.exemptions import Ledger
 from glassengine.progress import Progress, Work, silent
 from glassengine.recording.layout.entries import Entries
 from glassengine.recording.layout.noise_floor import NoiseFloor
-from glassengine.recording.read.source import TensorSource, open_source
+from glassengine.recording.source import TensorSource, open_source
 from glassengine.recording.write.policy import NO_VALUES
 from glassengine.results import (
     VERDICTS,

@@ -17,7 +17,7 @@ from glassengine.compare.matching.sources import OpenedSource, SourceWrapper
 from glassengine.errors import IncomparableError
 from glassengine.recording.formats.debug_tree import FULL
 from glassengine.recording.layout.layout import Entry
-from glassengine.recording.read.source import TensorSource
+from glassengine.recording.source import TensorSource
 from glassengine.sites import ROOT
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ from glassengine.numerics.slices import Slices
 from glassengine.numerics.tolerance import FEWEST_VALUES, LAST_BITS, Tolerance, is_inexact, tolerance
 from glassengine.recording.layout.entries import Entries
 from glassengine.recording.layout.layout import Entry
-from glassengine.recording.read.source import TensorSource
+from glassengine.recording.source import TensorSource
 from glassengine.results import DriftRow, Figures, Hint, Packed, Verdict
 
 BY_TOLERANCE = "tolerance (uncalibrated)"
@@ -109,7 +109,8 @@ class Roundings:
             return {}
         dtype = max((entry.dtype for entry in coarse), key=unit_roundoff)
         in_step = {rank: sum(entry.rank == rank for entry in coarse) for rank in {entry.rank for entry in own}}
-        before = {rank: count * _num_steps_before(self._left, step) for rank, count in in_step.items()}
+        num_steps = len({entry.step for entry in self._left.entries if entry.step < step})
+        before = {rank: count * num_steps for rank, count in in_step.items()}
         noises: dict[tuple[int, str], Noise] = {}
         of_both = {(entry.rank, entry.site) for entry in coarse}
         gradients = {(entry.rank, entry.site): entry for entry in own if entry.site.endswith(_GRADIENT)}
@@ -160,10 +161,6 @@ def is_scaled(figures: Figures) -> bool:
 def _of_step(side: TensorSource, step: int) -> Sequence[Entry]:
     entries = side.entries
     return entries.of_step(step) if isinstance(entries, Entries) else [one for one in entries if one.step == step]
-
-
-def _num_steps_before(side: TensorSource, step: int) -> int:
-    return len({entry.step for entry in side.entries if entry.step < step})
 
 
 TOO_SMALL = "all of it is below the absolute tolerance: not judged without glass record --noise-floor, or --atol"

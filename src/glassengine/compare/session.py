@@ -26,7 +26,7 @@ from glassengine.errors import UsageError
 from glassengine.numerics.drift import DriftSums
 from glassengine.numerics.tolerance import is_inexact, tolerance
 from glassengine.recording.layout.noise_floor import NoiseFloor
-from glassengine.recording.read.source import TensorSource, open_source
+from glassengine.recording.source import TensorSource, open_source
 from glassengine.results import Pair
 from glassengine.stores.places import place
 

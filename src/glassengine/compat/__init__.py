@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from glassengine.executable.snapshot.policy import register_hlo_snapshot_callback
     from glassengine.executable.steps import add_step_closure, current_step, is_master_ordinal, mark_step
     from glassengine.frontends.eager_debug import eager_debug
-    from glassengine.recording.read.source import Dump
+    from glassengine.recording.source import Dump
     from glassengine.taps import register_network_output
 
 __all__ = [
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 _PUBLIC = {
-    "Dump": "glassengine.recording.read.source",
+    "Dump": "glassengine.recording.source",
     "NetworkOutputs": "glassengine.capture.observers",
     "StepFiles": "glassengine.engine.run.step_files",
     "add_step_closure": "glassengine.executable.steps",

@@ -22,17 +22,21 @@ from glassengine.asked import FORMS
 from glassengine.backends.registry import choose_backend, get_backend
 from glassengine.candidates import QUANTIZED_MODEL, expected, refuse
 from glassengine.compare.matching.maps import load_map
-from glassengine.diagnose.ladder.accumulated import judge_alike
 from glassengine.diagnose.ladder.as_given import as_given, as_run, require_two_models, with_level, with_order
 from glassengine.diagnose.ladder.bisect_release import bisect_release
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.generations import JUDGED, joined
-from glassengine.diagnose.ladder.judging import explain_engine, kept
-from glassengine.diagnose.ladder.levels import add_built, add_engine, arguments_of
-from glassengine.diagnose.ladder.other_model import add_model, leave_out_export, start_stage
-from glassengine.diagnose.ladder.per_case import judge_cases
-from glassengine.diagnose.ladder.quantized import is_quantized_file, quantized_in_memory
-from glassengine.diagnose.ladder.record import add_record, judge_sums_again, tensors_of
+from glassengine.diagnose.ladder.judging import explain_engine, judge_alike, judge_cases, judge_sums_again, kept
+from glassengine.diagnose.ladder.levels import (
+    add_built,
+    add_engine,
+    add_model,
+    add_record,
+    arguments_of,
+    leave_out_export,
+    start_stage,
+    tensors_of,
+)
 from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.diagnose.ladder.step_by_step import StepStage, numbered, staged
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
@@ -55,14 +59,17 @@ from glassengine.judge.sides.recorded import (
 from glassengine.judge.sides.recorded_ranks import first_rank
 from glassengine.judge.verdict.conclude import findings_of
 from glassengine.judge.verdict.corrections import with_configuration
-from glassengine.judge.verdict.drift import Drift, is_less_precise
 from glassengine.judge.verdict.evidence import EvidenceBox
+from glassengine.numerics.drift import Drift
 from glassengine.numerics.float64 import ACCUMULATIONS, Accumulation
+from glassengine.numerics.judgement import unit_roundoff
 from glassengine.program import LoadedModel, load_candidate, load_model
 from glassengine.program.generation import PLAIN
 from glassengine.program.kinds.image_text import IMAGE_TOKEN, WITHOUT_IMAGES
+from glassengine.program.loading.quantized_grid import QuantizedModule, quantized_module
+from glassengine.program.onnx.grids import is_quantized_graph
 from glassengine.progress import Work
-from glassengine.recording.read.source import TensorSource
+from glassengine.recording.source import TensorSource
 from glassengine.results import Comparison, Findings, Policy, Skipped
 from glassengine.serving.protocol import ServingOptions
 
@@ -344,7 +351,7 @@ class Ladder:
         if request.reproduction is not None:
             for score in climb.scores:
                 score.evidence = EvidenceBox(climb.program)
-        if request.drift or is_less_precise(climb.coarsest, str(climb.program.metadata.get("dtype"))):
+        if request.drift or _is_less_precise(climb.coarsest, str(climb.program.metadata.get("dtype"))):
             for score in climb.scores[1:]:
                 score.drift = Drift()
 
@@ -414,3 +421,28 @@ def _parts_of(engine: Engine | None, number: int) -> list[Engine | None]:
             expected="encoder and decoder" if number == 2 else "one program",
         )
     return parts
+
+
+def _is_less_precise(candidate: torch.dtype | None, baseline: str) -> bool:
+    """Whether a candidate of one dtype computes with fewer digits than a baseline of another."""
+    own = getattr(torch, baseline, None)
+    if candidate is None or not isinstance(own, torch.dtype):
+        return False
+    floats = candidate.is_floating_point and own.is_floating_point
+    return floats and unit_roundoff(candidate) > unit_roundoff(own)
+
+
+def quantized_in_memory(baseline: LoadedModel, candidate: LoadedModel) -> QuantizedModule | None:
+    """Return the quantized weights of a candidate; None where none is one of the unquantized baseline's."""
+    if candidate.stored is not None or baseline.stored is not None:
+        return None
+    found = quantized_module(candidate.module)
+    if found is None or quantized_module(baseline.module) is not None:
+        return None
+    known = {name: tensor.shape for name, tensor in baseline.module.named_parameters()}
+    return found if any(known.get(name) == step.shape for name, step in found.steps.items()) else None
+
+
+def is_quantized_file(model: LoadedModel) -> bool:
+    """Whether a model is a quantized ONNX file."""
+    return model.stored is not None and model.stored.onnx is not None and is_quantized_graph(model.stored.onnx.file)

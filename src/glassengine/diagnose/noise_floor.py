@@ -34,7 +34,7 @@ from glassengine.ops.traits import traits_of
 from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import LeftOut
 from glassengine.recording.layout.noise_floor import Key, StoredFloor, write_noise_floor
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 
 NUM_RUNS = 2
 

@@ -24,7 +24,7 @@ from glassengine.capture.runtimes import RuntimeRun
 from glassengine.capture.script_recorder import ScriptRecorder
 from glassengine.diagnose.paired_steps import StepRecorder
 from glassengine.recording.layout.layout import LeftOut
-from glassengine.recording.layout.values import dtype_name
+from glassengine.recording.layout.tensors import dtype_name
 
 _ALIGNMENT = 64
 _LEAST_BYTES = 1 << 20

@@ -14,15 +14,20 @@ from typing import Any
 from glassengine.backends.protocol.backend import TakingModels
 from glassengine.backends.registry import find_backend, get_backend
 from glassengine.candidates import BUILT, ENGINE, MODEL, QUANTIZED, RECORD, SERVED, WRITTEN, CandidateKind, refuse
-from glassengine.diagnose.check_ladder import check_built, check_engine, check_model, check_record
-from glassengine.diagnose.ladder.quantized import is_quantized_candidate
+from glassengine.diagnose.check_ladder import (
+    check_built,
+    check_engine,
+    check_model,
+    check_record,
+)
 from glassengine.diagnose.ladder.request import CheckRequest, Model
 from glassengine.engine import files
 from glassengine.engine.run.engine import read_engine
 from glassengine.extensions import plugin
 from glassengine.program.loading.adapters import is_adapter
+from glassengine.program.loading.quantized import is_quantized
 from glassengine.program.onnx.file import is_onnx
-from glassengine.recording.read.source import TensorSource, file_suffixes, open_source
+from glassengine.recording.source import TensorSource, file_suffixes, open_source
 from glassengine.results import Comparison
 from glassengine.serving.protocol import Served, ServedInSession, is_kind, open_served, served_as
 from glassengine.stores.places import place
@@ -61,6 +66,11 @@ def _is_record(candidate: object) -> bool:
 def _open_record(request: CheckRequest) -> TensorSource | None:
     """Return a candidate that is a record of tensors."""
     return open_source(str(request.candidate)) if _is_record(request.candidate) else None
+
+
+def is_quantized_candidate(baseline: Any, candidate: Any) -> bool:
+    """Whether the candidate is a quantized checkpoint, and the baseline is none."""
+    return isinstance(candidate, (str, Path)) and is_quantized(candidate) and not is_quantized(baseline)
 
 
 def served_spec(request: CheckRequest) -> Model | None:

@@ -27,8 +27,8 @@ from glassengine.errors import GlassError
 from glassengine.numerics.tolerance import is_inexact
 from glassengine.recording.layout.layout import Entry, have_same_bytes
 from glassengine.recording.layout.noise_floor import Key, StoredFloor, write_noise_floor
-from glassengine.recording.layout.values import bytes_of
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.layout.tensors import bytes_of
+from glassengine.recording.reader import Recording
 from glassengine.sites import ROOT
 
 HOW = f"{NUM_RUNS} runs of the script with every op rounded otherwise and attention written out"

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from glassengine.blocks import agree
-from glassengine.judge.graphs.by_name import by_value
+from glassengine.judge.site_pairs import by_value
 from glassengine.numerics.drift import LITTLE_LEFT, LOST, DriftSums, decibels, loss_of
 from glassengine.numerics.exemptions import DRAWN, PADDING
 from glassengine.numerics.judgement import Judgement
@@ -30,7 +30,7 @@ from glassengine.program.representation.outputs import PREFIX
 from glassengine.program.representation.program import Program
 from glassengine.program.user_code.module_state import STATE
 from glassengine.recording.formats.files import of_number
-from glassengine.recording.layout.values import dtype_name
+from glassengine.recording.layout.tensors import dtype_name
 from glassengine.results import FLAGGED, VERDICTS, DriftRow, ResultComparison, TokenAgreement, Verdict
 
 _CHOSEN_ALIKE = "both sides chose alike where rounding might have chosen: no tie explains the difference"

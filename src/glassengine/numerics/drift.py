@@ -9,13 +9,16 @@ A table in order of execution. Of each tensor, over all cases and steps, with b 
 
 If P is unknown (two recordings), a row introduces what the noise over signal grows by above all rows before it.
 Sums of squares are all that is kept, so memory does not grow with what is compared.
+
+Of a side of a check, rows are module outputs; of a program without modules (an ONNX file) the outputs of its nodes.
+What the ops between two rows introduce is charged to the row that they flow into first. Results come last.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from glassengine.results import DriftRow
@@ -23,11 +26,16 @@ from glassengine.results import DriftRow
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from glassengine.numerics.verdict import Reference
+    from glassengine.program.representation.program import Program
+
 LOST = 0.5
 """Noise over signal from which on a tensor is not the baseline's any more: 3 dB."""
 
 LITTLE_LEFT = 0.1
 """Noise over signal from which on little is left of it: 10 dB."""
+_ENOUGH = 0.5
+"""Share of the rows of the finest side that a side observed at modules must have, to make the table."""
 
 
 @dataclass
@@ -138,3 +146,72 @@ def by_growth(rows: Sequence[DriftRow]) -> tuple[DriftRow, ...]:
         found.append(replace(row, introduced_db=decibels(max(0.0, loss - so_far))))
         so_far = max(so_far, loss)
     return shared(found)
+
+
+@dataclass
+class Drift:
+    """What one side loses: baseline node -> its own site for it, and the sums."""
+
+    sums_by_node: dict[str, tuple[str, DriftSums]] = field(default_factory=dict)
+
+    def add(self, node: str, site: str, reference: Reference, candidate: Tensor, predicted: Tensor | None) -> None:
+        """Add the value of a node in one step; of several sites of one node the first counts."""
+        own, sums = self.sums_by_node.setdefault(node, (site, DriftSums()))
+        if own == site:
+            sums.add(reference.native, candidate, reference.valid, predicted)
+
+    def merge(self, later: Drift) -> None:
+        """Add what was found over later cases of the same side."""
+        for node, (site, sums) in later.sums_by_node.items():
+            own, mine = self.sums_by_node.setdefault(node, (site, DriftSums()))
+            if own == site:
+                mine.merge(sums)
+
+
+def drift_rows(program: Program, sides: Sequence[Drift]) -> tuple[DriftRow, ...]:
+    """Return the rows of a candidate, in order of execution, without those of its results.
+
+    Args:
+        program: The baseline's.
+        sides: The same candidate, observed in one way or another, the one that is closest to what users run last.
+    """
+    rows = [_rows(program, drift) for drift in sides]
+    most = max((len(one) for one in rows), default=0)
+    return shared(next((one for one in reversed(rows) if len(one) >= _ENOUGH * most), ()))
+
+
+def _rows(program: Program, drift: Drift) -> list[DriftRow]:
+    kinds = {
+        site.node: site for site in reversed(list(program.sites)) if site.kind == "module" and ":" not in site.name
+    }
+    ends = {node.name for node in program.graph.output_node().all_input_nodes}
+    inner = [node for node in drift.sums_by_node if node in kinds and node not in ends]
+    kind = "module" if inner else "op"
+    chosen = set(inner) if inner else drift.sums_by_node.keys() - ends
+    losses = _charged(program, drift, chosen)
+    found = []
+    for node in program.graph.nodes:
+        if node.name not in chosen:
+            continue
+        own, sums = drift.sums_by_node[node.name]
+        site = kinds[node.name] if inner else program.sites.by_node[node.name][0]
+        if sums.num_tensors:
+            found.append(sums.row(site.name, own, kind, losses.get(node.name)))
+    return found
+
+
+def _charged(program: Program, drift: Drift, rows: set[str]) -> dict[str, float]:
+    """Return row -> what it and all that flows into it first introduce, where anything is known of it."""
+    owner: dict[str, str] = {}
+    order = {node.name: index for index, node in enumerate(program.graph.nodes)}
+    charged: dict[str, float] = {}
+    for node in reversed(program.graph.nodes):
+        below = [owner[user.name] for user in node.users if user.name in owner]
+        if node.name in rows:
+            owner[node.name] = node.name
+        elif below:
+            owner[node.name] = min(below, key=lambda name: order[name])
+        loss = drift.sums_by_node[node.name][1].loss if node.name in drift.sums_by_node else None
+        if loss is not None and node.name in owner:
+            charged[owner[node.name]] = charged.get(owner[node.name], 0.0) + loss
+    return charged

@@ -341,9 +341,9 @@ class JournalReplay:
     def __init__(
         self, writer: RecordingWriter, ring: LeftRing, frames: Sequence[tuple[int, int, bytes]], shards: ShardFiles
     ) -> None:
-        from glassengine.recording.layout import statistics  # torch, which reading does without
+        from glassengine.recording.layout import tensors  # torch, which reading does without
 
-        self._statistics = statistics
+        self._tensors = tensors
         self._writer = writer
         self._ring = ring
         self._shards = shards
@@ -393,11 +393,11 @@ class JournalReplay:
             found = measured_from(decoded(self._measured[row.position]), entries)
             for index in range(len(found)):
                 self._leave_out(found.item(index), step)
-        elif any(description.dtype not in self._statistics.MEASURED for description in descriptions):
+        elif any(description.dtype not in self._tensors.MEASURED for description in descriptions):
             raise ValueError("a block of what is not measured")
         else:
             data = self._bytes(row.position, aligned(group.nbytes))
-            (table,) = self._statistics.light_of_blocks(memoryview(data), 1, group.kinds, group.columns)
+            (table,) = self._tensors.light_of_blocks(memoryview(data), 1, group.kinds, group.columns)
             self._writer.leave_out_block(group, step, row.reason, table)
 
     def _put_stored(self, row: JournalRow, step: int, originals: dict[tuple[int, int], _Original]) -> None:
@@ -413,10 +413,10 @@ class JournalReplay:
             item = left_out_from(decoded(self._measured[row.position]))
             statistics = item.statistics
             self._leave_out(item, step)
-        elif description.dtype not in self._statistics.MEASURED:
+        elif description.dtype not in self._tensors.MEASURED:
             raise ValueError("a tensor of a kind that is not measured")
         else:
-            statistics = self._statistics.light_of_bytes(
+            statistics = self._tensors.light_of_bytes(
                 memoryview(self._bytes(row.position, description.nbytes)), description.dtype
             )
             self._leave_out(_left_out(description, step, row, row.reason, statistics), step)

@@ -19,7 +19,7 @@ from glassengine.errors import UsageError
 from glassengine.extensions import SERVING, plugin, registered, remedy
 from glassengine.program.onnx.file import is_onnx, read_onnx
 from glassengine.program.onnx.session import SessionSettings
-from glassengine.recording.read.source import TensorSource
+from glassengine.recording.source import TensorSource
 from glassengine.results import Kind
 
 

@@ -11,7 +11,7 @@ import torch
 from glassengine.capture.target import KnownTokens
 from glassengine.errors import UsageError
 from glassengine.program import load_inputs
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 from glassengine.results import RecordedTarget
 from glassengine.serving.protocol import (
     ServedInDtype,

@@ -26,7 +26,7 @@ from glassengine.capture.observers import run_program
 from glassengine.engine.session.loaded import STEP_INPUTS
 from glassengine.executable.run.executable import compile_executable, load_executable
 from glassengine.judge.exclusions.perturbation import Followed
-from glassengine.judge.exclusions.undefined_casts import UndefinedCasts
+from glassengine.judge.exclusions.sources import UndefinedCasts
 from glassengine.numerics.mask_values import sentinel
 from glassengine.ops.traits import named
 from glassengine.program.kinds.image_text import IMAGE_TOKEN, INDEX

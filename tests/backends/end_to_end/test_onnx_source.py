@@ -11,7 +11,7 @@ import torch
 import glassengine as glass
 from glassengine import commands
 from glassengine.errors import BackendError
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 from glassengine.testing.onnx_models import onnx_control_flow, onnx_mlp, onnx_text
 from tests import children
 

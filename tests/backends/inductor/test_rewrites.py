@@ -26,7 +26,7 @@ from glassengine.backends.inductor.rewrites import (
     with_plain_attention,
 )
 from glassengine.backends.protocol.io import read_io
-from glassengine.judge.graphs.flat import with_values
+from glassengine.judge.flat_graphs import with_values
 from glassengine.program.export.export import export_causal_lm, export_module
 from glassengine.program.representation.program import Program
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from glassengine.capture.record import record
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
 

@@ -15,7 +15,7 @@ from glassengine.capture.record import record
 from glassengine.cli.main import main
 from glassengine.recording.layout.layout import Sharding
 from glassengine.recording.layout.records import sharding_from
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 
 tensor_parallel = pytest.importorskip("torch.distributed.tensor")
 

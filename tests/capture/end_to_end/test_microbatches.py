@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import glassengine as glass
 from glassengine.errors import UsageError
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 
 BATCHES = [torch.randn(3, 4, generator=torch.Generator().manual_seed(number)) for number in range(6)]
 

@@ -16,7 +16,7 @@ from glassengine.capture.record import own_directory, record
 from glassengine.capture.run_script import record_script
 from glassengine.capture.target import record_target
 from glassengine.compare import compare
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 from tests import children
 
 pytest.importorskip("torch.distributed.tensor.parallel")

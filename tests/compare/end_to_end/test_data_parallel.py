@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from glassengine.capture.record import record
 from glassengine.cli.main import main
 from glassengine.compare import compare
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.results import Comparison
 

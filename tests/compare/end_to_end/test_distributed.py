@@ -237,7 +237,7 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.number = 0
-        from glassengine.recording.read.reader import Recording
+        from glassengine.recording.reader import Recording
 
         original: Callable[..., Any] = Recording.read_values
 

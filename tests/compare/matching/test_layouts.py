@@ -309,7 +309,7 @@ class _Source:
 
     def __init__(self, path: Path, tensor: Tensor) -> None:
         from glassengine.recording.layout.layout import Entry
-        from glassengine.recording.layout.values import dtype_name
+        from glassengine.recording.layout.tensors import dtype_name
 
         self.path, self.metadata, self.complete, self.skipped = path, {}, True, ()
         self.entries = (Entry("t", 0, 0, dtype_name(tensor.dtype), tuple(tensor.shape)),)

@@ -17,8 +17,8 @@ from glassengine.compare.ranks.assembly import assembled
 from glassengine.errors import CorruptError, IncomparableError, UsageError
 from glassengine.recording.layout.layout import Sharding
 from glassengine.recording.layout.noise_floor import FILE, StoredFloor, write_noise_floor
-from glassengine.recording.read.reader import Recording
-from glassengine.recording.read.source import RankRecordings, open_source
+from glassengine.recording.reader import Recording
+from glassengine.recording.source import RankRecordings, open_source
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.results import Comparison
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from glassengine.judge.graphs.by_name import pair_sites
+from glassengine.judge.site_pairs import pair_sites
 from glassengine.program import export_program, load_model
 from tests.corpus.corpus import Bench
 from tests.corpus.edits import DoesNotApply, Edit, Mistake, Mutant

@@ -23,7 +23,7 @@ from glassengine.diagnose import check
 from glassengine.diagnose.reproduction.files import FILES, Reproduction, run_reproduction, write_reproduction
 from glassengine.diagnose.reproduction.template import comment, function_source
 from glassengine.errors import UsageError
-from glassengine.judge.graphs.cut import Piece, piece_of
+from glassengine.judge.pieces import Piece, piece_of
 from glassengine.results import Comparison
 from glassengine.testing import models
 from tests import children
@@ -302,7 +302,7 @@ def piece() -> Piece:
 
 
 def _all(module: torch.fx.GraphModule, values: dict[str, Any]) -> dict[str, Any]:
-    from glassengine.judge.graphs.cut import NodeRecorder
+    from glassengine.judge.pieces import NodeRecorder
 
     recorder = NodeRecorder(module)
     recorder.run(*values.values())

@@ -1,15 +1,29 @@
-"""The lane of other values, on graphs made by hand."""
+"""The lane of other values on graphs made by hand, and dead elements: no result reads them, whatever they hold."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Graph, Node
 
-from glassengine.judge.exclusions.perturbation import WHOLE, Followed, OtherValues, Source, far_from
+from glassengine.diagnose import check
+from glassengine.judge.exclusions.perturbation import (
+    WHOLE,
+    Followed,
+    OtherValues,
+    Source,
+    differing,
+    far_from,
+    unread,
+    unread_nodes,
+)
+from glassengine.judge.sides.protocol import float_nodes
+from glassengine.numerics.judgement import Judgement
+from glassengine.program import export_program, load_model
 
 aten = torch.ops.aten
 
@@ -59,3 +73,175 @@ def test_other_values_are_other_values(given: list[Any]) -> None:
     value = torch.tensor(given)
     assert bool((far_from(value) != value).all()) and far_from(value).dtype is value.dtype
     assert far_from((value, 3))[1] == 3
+
+
+G = torch.Generator().manual_seed(3)
+X = torch.randn(3, 5, 6, generator=G)
+
+
+class First(nn.Module):
+    """The last layer of the first row alone, or of all rows, of which the first is taken."""
+
+    def __init__(self, *, is_whole: bool = False, also: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.is_whole, self.also = is_whole, also
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.tanh(self.one(x))
+        rows = x if self.is_whole else x[:, :1]
+        y = self.two(torch.sin(x + rows))
+        found = y[:, 0]
+        return found + y.mean(1) if self.also else found
+
+
+class Chosen(nn.Module):
+    """Two experts, of which the rows themselves choose one."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        second = torch.cos(x) * self.factor
+        return torch.where(x[..., :1] < 100, torch.sin(x), second)
+
+
+def checked(
+    baseline: nn.Module, candidate: nn.Module, inputs: dict[str, Tensor], tmp_path: Path
+) -> tuple[bool, list[str]]:
+    torch.save(inputs, tmp_path / "inputs.pt")
+    result = check(baseline.eval(), candidate=candidate.eval(), inputs=str(tmp_path / "inputs.pt"))
+    return result.ok, [origin.site for origin in result.origins]
+
+
+def test_rows_that_are_left_out_later_may_be_anything(tmp_path: Path) -> None:
+    assert checked(First(), First(is_whole=True), {"x": X}, tmp_path) == (True, [])
+
+
+def test_rows_that_are_read_may_not(tmp_path: Path) -> None:
+    ok, sites = checked(First(also="mean"), First(is_whole=True, also="mean"), {"x": X}, tmp_path)
+    assert not ok and sites
+
+
+def test_what_these_numbers_do_not_choose_others_do(tmp_path: Path) -> None:
+    ok, sites = checked(Chosen(), Chosen(1.5), {"x": X}, tmp_path)
+    assert not ok and sites
+
+
+class Parts(nn.Module):
+    def forward(self, x: Tensor, at: Tensor) -> dict[str, Tensor]:
+        a, b, c, d = torch.sin(x), torch.cos(x), torch.tan(x), torch.exp(x)
+        return {
+            "slice": a[:, :2] * 2,
+            "gathered": b[at],
+            "hidden": c * (x * 0),
+            "chosen": torch.where(x > 0, d, 0.0),
+        }
+
+
+@pytest.mark.parametrize(
+    ("op", "where", "is_unread"),
+    [
+        ("sin", (slice(None), 3), True),
+        ("sin", (slice(None), 1), False),
+        ("cos", (2,), False),
+        ("cos", (1,), False),
+        ("tan", (2,), False),
+        ("exp", (2,), False),
+    ],
+)
+def test_ops_that_count_as_reading(op: str, where: tuple[object, ...], is_unread: bool) -> None:
+    inputs = {"x": X[0], "at": torch.tensor([0, 1, 3, 4])}
+    program = export_program(load_model(Parts().eval()), inputs=[inputs])
+    node = next(node for node in program.graph.nodes if f"aten.{op}." in str(node.target))
+    mask = torch.zeros(5, 6, dtype=torch.bool)
+    mask[where] = True
+    assert unread(program, inputs, {node.name: mask}) == ({node.name} if is_unread else set())
+
+
+class Heads(nn.Module):
+    """Three heads, of which one is asked for."""
+
+    def __init__(self, *, is_alone: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = nn.ModuleList(nn.Linear(6, 2) for _ in range(3))
+        self.is_alone = is_alone
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.sin(x)
+        if self.is_alone:
+            return self.heads[1](x[:, 1])
+        parts = x.reshape(3, 5, 6).transpose(0, 1)
+        made = [head(part) for head, part in zip(self.heads, (parts[2], parts[1], parts[0]), strict=True)]
+        return made[1].transpose(0, 0)
+
+
+def test_ops_that_nothing_reads_are_no_part_of_what_is_judged() -> None:
+    program = export_program(load_model(Heads().eval()), inputs=[{"x": X}])
+    dead = unread_nodes(program)
+    assert sum("linear" in name for name in dead) in (0, 2)
+    assert not dead & float_nodes(program, ("op",))
+
+
+def right(_: Tensor) -> Judgement:
+    return Judgement("rounding", 0.0, 0.0)
+
+
+def where(candidate: Tensor, predicted: Tensor, *exempt: Tensor) -> list[bool] | None:
+    found = differing(candidate, predicted, right, exempt)
+    return None if found is None else found.where.tolist()
+
+
+def test_only_what_differs_by_more_than_rounding_is_asked_about() -> None:
+    predicted = torch.tensor([1.0, 2.0, torch.nan, 1e-9])
+    assert where(torch.tensor([1.0 + 1e-7, 2.1, torch.nan, 0.0]), predicted.double()) == [False, True, False, False]
+    assert where(torch.zeros(2), torch.zeros(3)) is None
+    assert where(torch.tensor([0.0, 1.0]), torch.tensor([-torch.inf, 1.0])) == [True, False]
+    assert where(torch.ones(3), torch.ones(3)) is None
+
+
+def test_exempt_elements_are_not_asked_about_and_hide_no_others() -> None:
+    candidate, predicted = torch.tensor([1.1, 2e30]), torch.tensor([1.0, 1e30])
+    assert where(candidate, predicted) == [False, True]
+    assert where(candidate, predicted, torch.tensor([False, True])) == [True, False]
+    assert where(candidate, predicted, torch.tensor([False, True]), torch.tensor([True, False])) is None
+
+
+class Scaled(nn.Module):
+    """Scales rows, and returns the first, where these inputs hide by how much."""
+
+    def __init__(self, first: float = 1.0, others: float = 1e7) -> None:
+        super().__init__()
+        self.first, self.others = first, others
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.arange(5)[:, None]
+        return torch.tanh((x * torch.where(rows == 0, self.first, self.others))[:, 0])
+
+
+def test_a_mistake_beside_large_elements_that_nothing_reads_is_one(tmp_path: Path) -> None:
+    inputs = {"x": X + 30}
+    assert checked(Scaled(), Scaled(others=2e7), inputs, tmp_path) == (True, [])
+    ok, sites = checked(Scaled(), Scaled(first=1.01, others=2e7), inputs, tmp_path)
+    assert not ok and sites
+
+
+class Shares(nn.Module):
+    """Shares of scores, of which the hidden ones are minus infinity, or zero by mistake."""
+
+    def __init__(self, lowest: float = -torch.inf) -> None:
+        super().__init__()
+        self.lowest = lowest
+
+    def forward(self, x: Tensor, length: Tensor) -> Tensor:
+        hidden = torch.arange(6) >= length[:, None]
+        return (torch.sin(x).masked_fill(hidden, self.lowest) / 2).softmax(-1)
+
+
+def test_what_a_softmax_takes_for_a_score_is_read(tmp_path: Path) -> None:
+    inputs = {"x": X[:, 0].contiguous(), "length": torch.tensor([6, 3, 5])}
+    ok, sites = checked(Shares(), Shares(0.0), inputs, tmp_path)
+    assert not ok and any("masked_fill" in site or "div" in site for site in sites)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.diagnose import check
-from glassengine.judge.graphs.between import sibling_of
+from glassengine.judge.site_pairs import sibling_of
 from glassengine.program.export.export import export_module
 from glassengine.results import Comparison
 

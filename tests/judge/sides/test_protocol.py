@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from glassengine.judge.graphs.by_name import SitePair
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.program import ProgramSide
 from glassengine.judge.sides.protocol import Collective, Guarantee, ObservedAt, Place
+from glassengine.judge.site_pairs import SitePair
 from glassengine.judge.verdict.coverage import coverage, region_nodes
 from glassengine.judge.verdict.score import Score
 from glassengine.program import Program
@@ -50,7 +50,7 @@ def test_a_program_without_the_counterpart_of_an_op_is_judged_in_regions() -> No
     for how in (Cut.OP, Cut.REGION):
         side = ProgramSide(program, pairs_of(program, "mul"), place=Place.CANDIDATE, replay=Replay(program, cut=how))
         (score,) = scored(program, [side])
-        found[how] = (region_nodes(score, program), coverage(score, program, results_agree=False))
+        found[how] = (region_nodes(score), coverage(score, program, results_agree=False))
         assert "mul" not in side.counterparts and side.observed("mul") == [] and not score.divergences
     assert found[Cut.OP] == ({}, pytest.approx(4 / 5))
     assert found[Cut.REGION] == ({"mul": {"exp"}}, 1.0)
@@ -71,7 +71,7 @@ def test_a_side_of_any_kind_has_its_regions_credited() -> None:
     )
     score = Score(side, program)
     score.judged_nodes |= {"sin", "exp", "add", "tanh"}
-    assert region_nodes(score, program) == {"mul": {"exp"}}
+    assert region_nodes(score) == {"mul": {"exp"}}
     assert coverage(score, program, results_agree=False) == 1.0
 
 

@@ -15,7 +15,7 @@ from glassengine import commands
 from glassengine.cli.main import main
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.progress import Event
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.results import Comparison
 from glassengine.testing import models

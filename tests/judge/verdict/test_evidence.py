@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from glassengine.judge.graphs.by_name import SitePair
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.protocol import Place
+from glassengine.judge.site_pairs import SitePair
 from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.judge.verdict.run import run_cases
 from glassengine.judge.verdict.score import Score

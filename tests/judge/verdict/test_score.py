@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.judge.cases import module_cases
-from glassengine.judge.graphs.by_name import SitePair, pair_sites
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.program import ProgramSide
 from glassengine.judge.sides.protocol import Guarantee, Place
+from glassengine.judge.site_pairs import SitePair, pair_sites
 from glassengine.judge.verdict.score import Score, contradicted_region
 from glassengine.program import export_program, load_model
 from glassengine.results import FLAGGED

@@ -12,8 +12,8 @@ from glassengine.plugins.serving.recorded_engine import DescribedForwards, descr
 from glassengine.plugins.serving.requests import Forwards
 from glassengine.recording.formats.folders import ServerFolder
 from glassengine.recording.layout.layout import Entry
-from glassengine.recording.layout.values import dtype_name
-from glassengine.recording.read.source import open_source
+from glassengine.recording.layout.tensors import dtype_name
+from glassengine.recording.source import open_source
 from tests.serving_engines.sglang_dumps import write_dumper, write_passes
 
 RECORDED = Path(__file__).parents[2] / "serving_engines" / "recorded" / "llama-healthy"

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from glassengine.errors import CorruptError, UsageError
 from glassengine.plugins.serving.requests import Forwards, of_ranks
 from glassengine.recording.formats.folders import ServerFolder, ranks_of
-from glassengine.recording.read.source import open_source
+from glassengine.recording.source import open_source
 
 Part = tuple[str, int, int]
 A, B = [3, 4, 5, 6, 7], [3, 4, 9]

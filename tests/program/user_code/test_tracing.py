@@ -6,13 +6,15 @@ import gc
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils._traceback import CapturedTraceback
 
 from glassengine.program.export.export import export_module
 from glassengine.program.representation.stored import load_graph, save_program
-from glassengine.program.user_code.tracing import fast_tracing, fast_writing, without_collections
+from glassengine.program.user_code.tracing import fast_tracing, fast_writing, without_collections, written_down
 
 
 def test_collections_go_on_after_an_error() -> None:
@@ -86,3 +88,24 @@ def test_a_program_that_is_read_fast_is_that_of_torch(tmp_path: Path) -> None:
     assert [str(program) for program in (fast, fast.range_constraints)] == [str(plain), str(plain.range_constraints)]
     values = [[node.meta["val"] for node in program.graph.nodes if "val" in node.meta] for program in (fast, plain)]
     assert str(values[0]) == str(values[1])
+
+
+class OfNumpy(nn.Module):
+    """Calls NumPy, which torch.export cannot trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = torch.from_numpy(np.cos(np.arange(len(x))))[:, None].float()
+        return self.layer(x) * table
+
+
+def test_ops_that_are_taken_down_from_a_run_have_their_lines() -> None:
+    x = torch.randn(5, 3)
+    repeated = written_down(OfNumpy().eval(), {"x": x})
+    nodes = torch.export.export(repeated, (), {"x": x}).graph.find_nodes(
+        op="call_function", target=torch.ops.aten.mul.Tensor
+    )
+    assert "return self.layer(x) * table" in nodes[0].meta["stack_trace"]

@@ -15,7 +15,7 @@ from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.recording.layout import layout
 from glassengine.recording.layout import records as frames
 from glassengine.recording.layout.records import frame
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 from glassengine.recording.write.writer import RecordingWriter
 from tests import children
 

@@ -21,7 +21,7 @@ from transformers.model_debugging_utils import model_addition_debugger_context
 import glassengine as glass
 from glassengine.errors import CorruptError, UsageError
 from glassengine.recording.formats.debug_tree import parse_tensor
-from glassengine.recording.read.source import TensorSource, open_source
+from glassengine.recording.source import TensorSource, open_source
 from glassengine.testing.models import llama
 
 MADE_BY = Path(__file__).parent / "made_by"

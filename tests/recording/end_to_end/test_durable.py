@@ -20,7 +20,7 @@ from glassengine.errors import GlassError
 from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.layout import layout
 from glassengine.recording.layout.layout import LeftOut
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 from glassengine.recording.ring import file as ring_file
 from glassengine.recording.write import shard as shards
 from tests import children

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from glassengine.errors import CorruptError
 from glassengine.recording.formats.folders import NpyFolder, StepFolder
-from glassengine.recording.read.source import TensorSource, open_source
+from glassengine.recording.source import TensorSource, open_source
 
 
 def keys(source: TensorSource) -> list[tuple[int, int, str]]:

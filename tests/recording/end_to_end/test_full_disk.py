@@ -14,8 +14,8 @@ import torch
 from glassengine.errors import GlassError, UsageError
 from glassengine.recording import recovery as rescue
 from glassengine.recording.background import BackgroundWriter
-from glassengine.recording.read.reader import Recording
-from glassengine.recording.write import directory
+from glassengine.recording.reader import Recording
+from glassengine.recording.write import destination
 from glassengine.recording.write.writer import RecordingWriter
 
 RING = 1 << 19
@@ -129,16 +129,16 @@ def test_the_model_does_not_wait_for_a_full_disk(tmp_path: Path, disk: Disk) -> 
 def test_a_recording_that_cannot_begin_leaves_nothing(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real: Callable[..., None] = directory.save_manifest
+    real: Callable[..., None] = destination.save_manifest
 
     def full(path: Path, manifest: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(directory, "save_manifest", full)
+    monkeypatch.setattr(destination, "save_manifest", full)
     with pytest.raises(UsageError, match="No space left"):
         RecordingWriter(tmp_path / "r", metadata={})
     assert not names(tmp_path / "r")
-    monkeypatch.setattr(directory, "save_manifest", real)
+    monkeypatch.setattr(destination, "save_manifest", real)
     disk.fill()
     writer = RecordingWriter(tmp_path / "r", metadata={})
     with pytest.raises(GlassError, match="no completed step is safe"):

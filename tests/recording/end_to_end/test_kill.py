@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 from tests import children
 
 # A model whose tensors say which step and which site they belong to: small ones, some that are shared, a large one.

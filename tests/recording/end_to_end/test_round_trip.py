@@ -12,7 +12,7 @@ from safetensors import safe_open
 from glassengine.errors import UsageError
 from glassengine.recording.layout.description import PAD_PREFIX
 from glassengine.recording.layout.layout import HEADER_BYTES, STORED
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 from glassengine.recording.write import shard as shards
 from glassengine.recording.write.writer import RecordingWriter
 

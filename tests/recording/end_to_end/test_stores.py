@@ -22,9 +22,9 @@ import os, sys, time
 import torch
 from torch import nn
 import glassengine as glass
-from glassengine.recording.write import uploads
+from glassengine.recording.write import destination
 
-uploads.SHARD_BYTES = 400_000
+destination.SHARD_BYTES = 400_000
 
 class Net(nn.Module):
     def __init__(self):

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from glassengine.errors import CorruptError
 from glassengine.recording.formats.files import SafetensorsObject
-from glassengine.recording.read.source import open_source
+from glassengine.recording.source import open_source
 from glassengine.stores import objects
 from glassengine.stores import objects as ranges
 from glassengine.stores.places import RemotePath

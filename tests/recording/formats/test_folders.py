@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from glassengine.errors import CorruptError, UsageError
-from glassengine.recording.read.source import open_source
+from glassengine.recording.source import open_source
 
 ONE = "TP0_PP0_Rank0_pid77"
 

@@ -16,7 +16,7 @@ from glassengine.recording.layout.entries import Entries
 from glassengine.recording.layout.index import read_index
 from glassengine.recording.layout.layout import LeftOut
 from glassengine.recording.layout.records import commit_frame, frame
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 from glassengine.recording.write.writer import RecordingWriter
 
 

@@ -19,8 +19,8 @@ from glassengine.compare import pairs
 from glassengine.errors import CorruptError, UsageError
 from glassengine.recording.layout import shard_files
 from glassengine.recording.layout.shard_files import ShardFiles
-from glassengine.recording.read.reader import Recording
-from glassengine.recording.read.source import open_source
+from glassengine.recording.reader import Recording
+from glassengine.recording.source import open_source
 from glassengine.recording.write import shard as shards
 from glassengine.recording.write import writer
 from glassengine.recording.write.writer import RecordingWriter

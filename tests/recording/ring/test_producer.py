@@ -17,8 +17,8 @@ from glassengine.capture.intake import Intake
 from glassengine.recording import background as worker
 from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.layout.layout import LightTable, Sharding
-from glassengine.recording.layout.statistics import light, light_of_blocks
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.layout.tensors import light, light_of_blocks
+from glassengine.recording.reader import Recording
 from glassengine.recording.ring import producer as repetition
 from glassengine.recording.ring.producer import Producer, SeenTensors
 from glassengine.recording.write import consumer

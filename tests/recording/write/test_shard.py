@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import glassengine as glass
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 from glassengine.recording.write import shard as shards
 from glassengine.recording.write.consumer import Consumer
 from glassengine.recording.write.writer import RecordingWriter

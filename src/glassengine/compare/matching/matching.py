@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from glassengine.compare.matching.maps import MapRule, NameIndex, TensorMap, captures, steps_of, substitute, wildcards
 from glassengine.errors import UnknownNameError, UsageError, nearest
 from glassengine.recording.layout.layout import Entry
-from glassengine.recording.read.source import TensorSource
+from glassengine.recording.source import TensorSource
 from glassengine.sites import other_spellings
 
 _Place = tuple[int, int, str]

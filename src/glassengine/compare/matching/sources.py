@@ -22,7 +22,7 @@ import numpy as np
 from glassengine.blocks.arrays import ArrayValues, values_of
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.layout.noise_floor import NoiseFloor
-from glassengine.recording.read.source import TensorSource
+from glassengine.recording.source import TensorSource
 from glassengine.results import Skipped
 from glassengine.sites import ROOT
 

@@ -43,7 +43,7 @@ def rank_hints(source: AssembledRanks, entry: Entry, whole: Tensor) -> tuple[Hin
         return (
             *_of_twins(assembly, whole),
             *_of_order(assembly, whole, error),
-            *_of_ranks(source, entry, whole, error),
+            *_of_ranks(source, entry, whole),
         )
     layout = source.layout(entry.step)
     num_groups = 1 if layout is None else layout.num_groups
@@ -58,7 +58,7 @@ def rank_hints(source: AssembledRanks, entry: Entry, whole: Tensor) -> tuple[Hin
         *_of_gathered(assembly, judged, whole, error),
     ]
     if not found:
-        found += _of_ranks(source, entry, whole, error)
+        found += _of_ranks(source, entry, whole)
     if not found and len(assembly.ranks) > 1 and _error_but_for_a_vector(judged, whole) <= EXPLAINED * error:
         text = (
             f"every row is off by the same vector: is a bias added in each of {len(assembly.ranks)} ranks, or in none?"
@@ -285,7 +285,7 @@ def _of_gathered(assembly: Assembly, judged: Tensor, whole: Tensor, error: float
             return
 
 
-def _of_ranks(source: AssembledRanks, entry: Entry, whole: Tensor, error: float) -> Iterator[Hint]:
+def _of_ranks(source: AssembledRanks, entry: Entry, whole: Tensor) -> Iterator[Hint]:
     wrong = wrong_ranks(source, entry, whole)
     if wrong:
         assembly, _ = source.assembly(entry)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from glassengine.compare.matching.sources import path_of, paths_above, phase_of
 from glassengine.compare.ranks.spread import DataLayout, agreement, share_of_sample, take
 from glassengine.recording.layout.layout import Entry
-from glassengine.recording.read.source import TensorSource
+from glassengine.recording.source import TensorSource
 from glassengine.sites import ROOT
 
 if TYPE_CHECKING:

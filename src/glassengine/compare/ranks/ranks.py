@@ -44,7 +44,7 @@ from glassengine.compare.ranks.spread import (
     uneven,
 )
 from glassengine.recording.layout.layout import Entry
-from glassengine.recording.read.source import TensorSource
+from glassengine.recording.source import TensorSource
 
 if TYPE_CHECKING:
     from torch import Tensor

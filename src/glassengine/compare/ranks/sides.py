@@ -53,7 +53,7 @@ from glassengine.compare.ranks.spread import (
     uneven,
 )
 from glassengine.recording.layout.layout import Entry, have_same_bytes
-from glassengine.recording.read.source import TensorSource
+from glassengine.recording.source import TensorSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -208,7 +208,7 @@ class ReshardedRanks(SourceWrapper):
         if len(ours) == 1 or not theirs:
             return _in_place(ours), "of one rank" if len(ours) == 1 else "in every rank"
         if not is_one:
-            return self._uneven(ours, theirs), "concatenated"
+            return _uneven(ours), "concatenated"
         is_same = all(torch.equal(part.tensor, ours[0].tensor) for part in ours[1:])
         there = {tuple(part.tensor.shape) for part in theirs}
         if len(there) > 1:
@@ -239,15 +239,6 @@ class ReshardedRanks(SourceWrapper):
                         return way, how
         assert best is not None
         return best[1], best[2]
-
-    def _uneven(self, ours: Sequence[RankPart], theirs: Sequence[RankPart]) -> RankArrangement:
-        shape = ours[0].tensor.shape
-        for dim in range(len(shape)):
-            size = sum(part.tensor.shape[dim] for part in ours)
-            found = uneven(ours, (*shape[:dim], size, *shape[dim + 1 :]))
-            if found is not None:
-                return found
-        return _in_place(ours)
 
     def _joined(self, key: _Key) -> tuple[RankPart, ...]:
         return _parts(self._source, self._parts[key])
@@ -357,6 +348,16 @@ def _likely(
 def _num_different(parts: Sequence[RankPart]) -> int:
     sample = sampled(*(tuple(parts[0].tensor.shape),) * 2)
     return len({tuple(taken_at(part.tensor, sample).tolist()) for part in parts})
+
+
+def _uneven(ours: Sequence[RankPart]) -> RankArrangement:
+    shape = ours[0].tensor.shape
+    for dim in range(len(shape)):
+        size = sum(part.tensor.shape[dim] for part in ours)
+        found = uneven(ours, (*shape[:dim], size, *shape[dim + 1 :]))
+        if found is not None:
+            return found
+    return _in_place(ours)
 
 
 def _in_place(parts: Sequence[RankPart]) -> RankArrangement:

@@ -147,7 +147,7 @@ def arrangements(parts: Sequence[RankPart], whole: Shape, layout: DataLayout | N
     shape = tuple(parts[0].tensor.shape)
     dims = [d for d, (p, w) in enumerate(zip(shape, whole, strict=True)) if p != w]
     if not dims:
-        yield RankArrangement(whole, tuple(_everything(len(whole)) for _ in parts), ((),) * len(parts), ())
+        yield RankArrangement(whole, ((None,) * len(whole),) * len(parts), ((),) * len(parts), ())
         return
     for by_data in _data_dims(parts, shape, whole, dims, layout):
         yield from _on_meshes(parts, shape, whole, [d for d in dims if d not in by_data], by_data)
@@ -342,10 +342,6 @@ def choose(
         if count == len(parts):
             break
     return None if best is None else best[1]
-
-
-def _everything(ndim: int) -> Index:
-    return (None,) * ndim
 
 
 def _along(dim: int, at: Tensor, ndim: int) -> Index:

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from glassengine import starting
-from glassengine.diagnose.invariance.rows import PartMapping, largest_difference, same_bits
 from glassengine.diagnose.invariance.trace import CallDifference, TracedOp
+from glassengine.diagnose.invariance.ways import PartMapping, largest_difference, same_bits
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import named
 from glassengine.results.without_tensors import SwitchTried

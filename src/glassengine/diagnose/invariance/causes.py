@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from glassengine.diagnose.invariance.alone import PRODUCTS, differs_in_float64, rounding_of, tried_alone
-from glassengine.diagnose.invariance.rows import PartMapping, PositionSpan, same_under
 from glassengine.diagnose.invariance.subjects import InvarianceSubject, Results
 from glassengine.diagnose.invariance.trace import CallDifference
-from glassengine.diagnose.invariance.ways import SPARE, InvarianceWay, Way
+from glassengine.diagnose.invariance.ways import SPARE, InvarianceWay, PartMapping, PositionSpan, Way, same_under
 from glassengine.ops.row import Rounding
 from glassengine.results.without_tensors import FirstOperation, SwitchTried, Variation, What
 
@@ -114,7 +113,7 @@ def cause_of(
     if text == FUNCTION or not subject.in_torch:
         return trials.cause(text)
     _switches(trials, found)
-    return _with_operation(trials, found, trials.cause(text))
+    return _with_operation(found, trials.cause(text))
 
 
 def _is_repeatable(subject: InvarianceSubject, way: Way) -> bool:
@@ -271,7 +270,7 @@ def _switches(trials: SettingTrials, found: CallDifference | None) -> None:
     trials.under("torch.use_deterministic_algorithms(True)", _deterministic)
 
 
-def _with_operation(trials: SettingTrials, found: CallDifference | None, cause: InvarianceCause) -> InvarianceCause:
+def _with_operation(found: CallDifference | None, cause: InvarianceCause) -> InvarianceCause:
     """Add what was tried on the first operation alone, where no setting of the model helps."""
     if cause.switch is not None or found is None or found.kind != "operation" or found.ops[1].func is None:
         return cause

@@ -14,13 +14,17 @@ from torch import Tensor, nn
 
 from glassengine.diagnose.check_model import check
 from glassengine.diagnose.invariance.causes import cause_of
-from glassengine.diagnose.invariance.engines import EngineSubject
-from glassengine.diagnose.invariance.machine import described
 from glassengine.diagnose.invariance.recorded import check_invariant_served
-from glassengine.diagnose.invariance.rows import largest_difference, same_bits
-from glassengine.diagnose.invariance.subjects import InvarianceSubject, Results, subject_of
+from glassengine.diagnose.invariance.subjects import EngineSubject, InvarianceSubject, Results, subject_of
 from glassengine.diagnose.invariance.trace import CallDifference, Search, TracedOp
-from glassengine.diagnose.invariance.ways import ALL, InvarianceWay, variants_of
+from glassengine.diagnose.invariance.ways import (
+    ALL,
+    InvarianceWay,
+    described,
+    largest_difference,
+    same_bits,
+    variants_of,
+)
 from glassengine.engine.run.load import load
 from glassengine.errors import UnknownNameError, UsageError, first_line
 from glassengine.judge.sides.protocol import Place

@@ -19,14 +19,12 @@ from glassengine import starting
 from glassengine.capture.run_script import record_script
 from glassengine.compare.compare import compare
 from glassengine.diagnose.invariance.causes import ATOMICS, RANDOM, THREADS
-from glassengine.diagnose.invariance.machine import described
-from glassengine.diagnose.invariance.rows import largest_difference, same_bits
-from glassengine.diagnose.invariance.ways import ALL, seed
+from glassengine.diagnose.invariance.ways import ALL, described, largest_difference, same_bits, seed
 from glassengine.diagnose.paired_steps import LiveStep
 from glassengine.diagnose.script_floor import is_same
 from glassengine.errors import GlassError, UsageError
 from glassengine.recording.layout.layout import Entry
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 from glassengine.results import FLAGGED, VERDICTS
 from glassengine.results.answer import LEAST_DB
 from glassengine.results.without_tensors import (

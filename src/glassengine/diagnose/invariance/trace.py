@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from glassengine.diagnose.invariance.rows import PartMapping, largest_difference, matching_rows, same_bits
+from glassengine.diagnose.invariance.ways import PartMapping, largest_difference, matching_rows, same_bits
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import named
 

@@ -1,4 +1,7 @@
-"""The changes that must not matter: for each the two ways in which the same rows are run."""
+"""The changes that must not matter: two ways to run the same rows, and which parts of their tensors belong together.
+
+`batch_table` measures which operations of this machine give a row of a batch other bits than alone.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from glassengine.diagnose.invariance.rows import PartMapping, PositionSpan
+from glassengine import environment
 from glassengine.ops.traits import named
 from glassengine.results.without_tensors import What
 
@@ -23,6 +28,12 @@ BATCHES = (2, 3, 4, 5, 8, 16, 17)
 SPARE = max(BATCHES)
 """Rows of the pool from here on are in no batch, so that they can take the place of others."""
 Context = Callable[[], AbstractContextManager[Any]]
+_WIDTH = 8
+"""Numbers of a row from which on no two rows are the same by chance."""
+_MOST_ROWS = 1 << 16
+"""Rows that are searched for by their values."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Operation = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -221,3 +232,200 @@ def _lengths(length: int, one_token: bool) -> Iterator[InvarianceWay]:
             cuts = (size,) * (length // size) + ((length % size,) if length % size else ())
             yield InvarianceWay(f"whole, and in chunks of {size}", whole, replace(whole, cuts=cuts))
     yield InvarianceWay("whole, and token by token", whole, singles)
+
+
+@dataclass(frozen=True)
+class PositionSpan:
+    """A range of positions on both sides.
+
+    Attributes:
+        sizes: Of the dimension, on both sides.
+        starts: Where the range begins.
+        length: Of the range.
+    """
+
+    sizes: tuple[int, int]
+    starts: tuple[int, int]
+    length: int
+
+    def of(self, tensor: Tensor, axis: int, side: int) -> Tensor:
+        """Return the range of one side."""
+        return tensor.narrow(axis, self.starts[side], self.length)
+
+
+@dataclass(frozen=True)
+class PartMapping:
+    """Which part of the tensors of one call belongs to which part of those of another.
+
+    Attributes:
+        batch: Numbers of rows, on both sides.
+        rows: Rows that belong together; None where all do, in order.
+        tokens: Positions of the call that belong together.
+        keys: Positions of the sequence up to the end of the call, likewise.
+    """
+
+    batch: tuple[int, int] = (1, 1)
+    rows: tuple[Sequence[int], Sequence[int]] | None = None
+    tokens: PositionSpan | None = None
+    keys: PositionSpan | None = None
+
+    def aligned(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the parts that belong together, of one shape; None where shapes do not say which."""
+        if a.dim() != b.dim():
+            return None
+        axis = 0
+        while axis < a.dim():
+            sizes = a.shape[axis], b.shape[axis]
+            if self.rows is not None and sizes == self.batch:
+                a, b = (one.index_select(axis, torch.tensor(rows)) for one, rows in zip((a, b), self.rows, strict=True))
+            elif span := next(
+                (one for one in (self.tokens, self.keys) if one is not None and one.sizes == sizes), None
+            ):
+                a, b = span.of(a, axis, 0), span.of(b, axis, 1)
+            elif axis == 0 and self._is_folded(sizes):
+                a, b = (one.reshape(rows, -1, *one.shape[1:]) for one, rows in zip((a, b), self.batch, strict=True))
+                continue
+            elif sizes[0] != sizes[1]:
+                return None
+            axis += 1
+        return a, b
+
+    def _is_folded(self, sizes: tuple[int, int]) -> bool:
+        """Whether rows and positions, or rows and heads, are one dimension."""
+        if self.batch == (1, 1) or any(not rows or size % rows for size, rows in zip(sizes, self.batch, strict=True)):
+            return False
+        parts = sizes[0] // self.batch[0], sizes[1] // self.batch[1]
+        is_span = any(one is not None and one.sizes == parts for one in (self.tokens, self.keys))
+        return parts != (1, 1) and (is_span or (parts[0] == parts[1] and self.rows is not None))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape hold the same bits; zeros of either sign are the same, and NaN is NaN."""
+    if a.dtype is not b.dtype or a.shape != b.shape:
+        return False
+    if torch.equal(a, b):
+        return True
+    if not (a.is_floating_point() or a.is_complex()):
+        return False
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def same_under(view: PartMapping, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
+    """Whether all results of a call that belong together hold the same bits."""
+    pairs = [view.aligned(x, after[name]) for name, x in before.items()]
+    return all(pair is None or same_bits(*pair) for pair in pairs)
+
+
+def largest_difference(a: Tensor, b: Tensor) -> float | None:
+    """Return the largest difference of two tensors; None where they cannot be subtracted."""
+    if a.shape != b.shape or not a.numel():
+        return None
+    if a.is_complex() or b.is_complex():
+        return float((a - b).abs().max())
+    return float((a.double() - b.double()).abs().max())
+
+
+def matching_rows(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return which rows of two matrices hold the same bits, where every row of the smaller one is in the other.
+
+    Experts get the rows of a batch in an order of their own.
+    """
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1] or a.shape[1] < _WIDTH or a.dtype is not b.dtype:
+        return None
+    if not 0 < len(a) <= _MOST_ROWS or not 0 < len(b) <= _MOST_ROWS:
+        return None
+    known = {row.tobytes(): i for i, row in enumerate(_rows(b))}
+    found = [known.get(row.tobytes()) for row in _rows(a)]
+    pairs = [(i, j) for i, j in enumerate(found) if j is not None]
+    if len(pairs) < min(len(a), len(b)):
+        return None
+    return torch.tensor([i for i, _ in pairs]), torch.tensor([j for _, j in pairs])
+
+
+def _rows(tensor: Tensor) -> Sequence[memoryview]:
+    return list(tensor.detach().contiguous().view(torch.uint8).numpy().reshape(len(tensor), -1))
+
+
+def described() -> dict[str, Any]:
+    """Return what bitwise equality depends on."""
+    return {
+        "cpu": environment.cpu_name(),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "mkl": torch.backends.mkl.is_available(),  # type: ignore[no-untyped-call]
+        "onednn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
+        **{name: version for name, version in environment.versions().items() if version},
+    }
+
+
+def _operations(dtype: torch.dtype) -> Iterator[tuple[str, tuple[int, ...], Operation]]:
+    """Yield (name, shape of a row, function of rows)."""
+    generator = torch.Generator().manual_seed(1)
+
+    def drawn(*shape: int) -> Tensor:
+        found: Tensor = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+        return found.to(dtype)
+
+    wide, square, keys = drawn(1024, 256), drawn(256, 256), drawn(4, 160, 64)
+    weight, kernel = drawn(256).abs() + 1, drawn(16, 8, 3)
+    yield "linear, 1 token a row", (256,), lambda x: F.linear(x, wide)
+    yield "linear, 5 tokens a row", (5, 256), lambda x: F.linear(x, wide)
+    yield "linear, 64 tokens a row", (64, 256), lambda x: F.linear(x, wide)
+    yield "matmul, 1 token a row", (256,), lambda x: x @ square
+    yield "matmul of a batch (bmm)", (5, 256), lambda x: torch.bmm(x, square.expand(len(x), -1, -1))
+    yield "sdpa, causal, 33 tokens", (4, 33, 64), lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    yield "sdpa, one query, 160 keys", (4, 1, 64), lambda x: _decoded(x, keys)
+    yield "attention written out, 33 tokens", (4, 33, 64), _written_out
+    yield "conv1d", (8, 32), lambda x: F.conv1d(x, kernel, padding=1)
+    yield "layer_norm", (5, 256), lambda x: F.layer_norm(x, (256,), weight)
+    yield "rms_norm", (5, 256), lambda x: F.rms_norm(x, (256,), weight)
+    yield "softmax", (5, 257), lambda x: torch.softmax(x, -1)
+    yield "sum, mean", (5, 257), lambda x: x.sum(-1) + x.mean(-1)
+    for name, function in (("silu", F.silu), ("gelu", F.gelu), ("rsqrt", _rsqrt)):
+        yield f"{name}, 32 elements a row", (32,), function
+        yield f"{name}, 91 elements a row", (7, 13), function
+
+
+def _decoded(x: Tensor, keys: Tensor) -> Tensor:
+    own = keys.expand(len(x), -1, -1, -1)
+    return F.scaled_dot_product_attention(x, own, own)
+
+
+def _written_out(x: Tensor) -> Tensor:
+    return torch.softmax(x @ x.transpose(-1, -2) * 0.125, -1) @ x
+
+
+def _rsqrt(x: Tensor) -> Tensor:
+    return torch.rsqrt(x.abs() + 0.1)
+
+
+def batch_table() -> list[dict[str, Any]]:
+    """Return, for each operation, dtype and number of threads, in which batches a row has other bits than alone."""
+    before = torch.get_num_threads()
+    rows = []
+    try:
+        for threads in sorted({1, before}):
+            torch.set_num_threads(threads)
+            for dtype in _DTYPES:
+                for name, shape, function in _operations(dtype):
+                    rows.append({"operation": name, "dtype": str(dtype).removeprefix("torch."), "threads": threads})
+                    rows[-1] |= _measured(function, shape, dtype)
+    finally:
+        torch.set_num_threads(before)
+    return rows
+
+
+def _measured(function: Operation, shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    pool = torch.randn((max(BATCHES), *shape), generator=generator).to(dtype)
+    differs, relative = [], 0.0
+    with torch.no_grad():
+        for size in BATCHES:
+            whole = function(pool[:size])
+            for place in {0, size - 1}:
+                alone = function(pool[place : place + 1])[0]
+                if not same_bits(alone, whole[place]):
+                    differs.append(size)
+                    difference = largest_difference(alone, whole[place]) or 0.0
+                    relative = max(relative, difference / float(alone.abs().max()))
+    return {"differs_at": list(dict.fromkeys(differs)), "relative": relative}

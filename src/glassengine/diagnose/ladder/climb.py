@@ -12,12 +12,12 @@ import torch
 from glassengine.engine.run.engine import Engine
 from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import Severity
-from glassengine.judge.graphs.by_name import SitePair
 from glassengine.judge.replay.reference import PLAIN, CoarseArithmetic
 from glassengine.judge.replay.replay import covered
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.program import SourceSide
 from glassengine.judge.sides.protocol import Place, Side
+from glassengine.judge.site_pairs import SitePair
 from glassengine.judge.verdict.score import Score
 from glassengine.numerics.float64 import FLOAT32_SUMS, Accumulation
 from glassengine.numerics.kernels import UNMEASURED, Kernels

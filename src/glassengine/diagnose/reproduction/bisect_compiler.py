@@ -25,9 +25,8 @@ from glassengine import starting
 from glassengine.backends.protocol.backend import Backend
 from glassengine.errors import GlassError, UsageError
 from glassengine.executable.graph import CapturedGraph, InputSpec, input_spec
-from glassengine.judge.graphs.cut import NodeRecorder, Piece, clone, piece_of, smallest_failing
-from glassengine.judge.graphs.flat import module_path
-from glassengine.judge.graphs.run import compile_run
+from glassengine.judge.flat_graphs import compile_run, module_path
+from glassengine.judge.pieces import NodeRecorder, Piece, clone, piece_of, smallest_failing
 from glassengine.judge.replay.expected import expected_of, judged
 from glassengine.program.representation.naming import source_line
 from glassengine.progress import Progress, Work
@@ -164,7 +163,7 @@ def weights_of(graph: CapturedGraph) -> dict[str, InputSpec]:
 def try_elsewhere(snapshot: Path, backend: str, piece: Piece) -> tuple[Failure | None, str]:
     """Try a piece of the graph of a snapshot in a process of its own, which may die of it."""
     request = {"snapshot": str(snapshot.resolve()), "backend": backend, "nodes": [node.name for node in piece.ops]}
-    command = starting.python("glassengine.diagnose.snapshot.trial")
+    command = starting.python("glassengine.diagnose.snapshot_trial")
     done = starting.run(command, input=json.dumps(request), capture_output=True, text=True)
     if done.returncode < 0:
         return "crash", f"the process died of {signal.Signals(-done.returncode).name}"

@@ -19,7 +19,7 @@ import torch
 from glassengine.diagnose.reproduction.bisect_compiler import compiler_settings
 from glassengine.diagnose.reproduction.files import Reproduction, run_reproduction, write_reproduction
 from glassengine.errors import GlassError, UsageError
-from glassengine.judge.graphs.cut import Piece
+from glassengine.judge.pieces import Piece
 from glassengine.judge.replay.expected import expected_of
 from glassengine.judge.verdict.evidence import Evidence
 from glassengine.judge.verdict.score import Score

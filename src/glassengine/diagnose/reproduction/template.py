@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from glassengine.errors import UsageError
-from glassengine.judge.graphs.cut import Piece
+from glassengine.judge.pieces import Piece
 from glassengine.numerics.float64 import CHECKED, retarget, target_of
 from glassengine.program.representation.naming import op_name, source_line
 

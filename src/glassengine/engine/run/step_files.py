@@ -24,7 +24,7 @@ import torch
 from glassengine import environment
 from glassengine.errors import UsageError
 from glassengine.recording.formats.files import save_pt
-from glassengine.recording.layout.statistics import summarize
+from glassengine.recording.layout.tensors import summarize
 from glassengine.sites import patterns_of
 from glassengine.stores.places import delivered, place
 from glassengine.writing import ASIDE, aside, held, put_away

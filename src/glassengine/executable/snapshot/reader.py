@@ -24,8 +24,7 @@ from glassengine.program.representation.archive import MAX_BYTES
 from glassengine.reading.copies import here
 from glassengine.reading.documents import converted, damaged
 from glassengine.reading.files import is_regular, read_bytes
-from glassengine.recording.layout.statistics import summarize
-from glassengine.recording.layout.values import bytes_of
+from glassengine.recording.layout.tensors import bytes_of, summarize
 from glassengine.results.recorded import ListedSnapshot
 from glassengine.stores.places import delivered, place
 from glassengine.writing import aside, crc32

@@ -23,7 +23,7 @@ from glassengine.errors import CorruptError
 from glassengine.executable.snapshot.layout import weights_file
 from glassengine.reading.tensors import open_safetensors
 from glassengine.recording.layout.layout import STORED
-from glassengine.recording.layout.values import bytes_of, dtype_name, why_not
+from glassengine.recording.layout.tensors import bytes_of, dtype_name, why_not
 from glassengine.writing import crc32, write_all
 
 _BATCH_BYTES = 8 << 20

@@ -39,8 +39,7 @@ from glassengine.executable.snapshot.tensors import (
     write_tensors,
 )
 from glassengine.program.onnx.translated import without_data
-from glassengine.recording.layout.statistics import summarize
-from glassengine.recording.layout.values import bytes_of, dtype_name
+from glassengine.recording.layout.tensors import bytes_of, dtype_name, summarize
 from glassengine.writing import aside, crc32, remove_tree
 
 logger = logging.getLogger("glassengine")

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import ancestors, down, passes_on
 from glassengine.judge.hypotheses.mistakes.activations import activations
 from glassengine.judge.hypotheses.mistakes.arguments import as_theirs, same_op, usual
 from glassengine.judge.hypotheses.mistakes.candidate_ops import another_op
@@ -35,8 +34,9 @@ from glassengine.judge.hypotheses.mistakes.weights_read import weights
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, constants_of
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import OutOfWork, edited, is_real
+from glassengine.judge.site_pairs import ancestors, down, passes_on
 from glassengine.ops.traits import traits_of
-from glassengine.program.representation.naming import op_name
+from glassengine.program.representation.naming import op_name, source_line
 from glassengine.results import Altered, Hint, Kind
 
 _log = logging.getLogger(__name__)
@@ -159,8 +159,8 @@ def explanation(question: Question, only: tuple[float, Family] | None = None) ->
 def _every(question: Question) -> Iterator[tuple[float, Family, Iterator[Hypothesis]]]:
     for score, family in FAMILIES:
         yield score, family, _fitting(family, question)
-    for family in (missing_rotation, activations, left_out, as_theirs, usual, other_ops, reshaped):
-        yield _EVERYWHERE, family, _everywhere(_fitting(family, question))
+    for family in (missing_rotation, activations, left_out, exchanged, as_theirs, usual, other_ops, reshaped):
+        yield _EVERYWHERE, family, _everywhere(question, _fitting(family, question))
 
 
 def _explained(
@@ -278,14 +278,18 @@ def _fitting(family: Family, question: Question) -> Iterator[Hypothesis]:
         _log.debug("%s do not fit %s: %s", getattr(family, "__name__", family), question.trial.end, error)
 
 
-def _everywhere(hypotheses: Iterable[Hypothesis]) -> Iterator[Hypothesis]:
-    """Yield one mistake in all places of a region at once, where there are several: two norms, three convolutions."""
-    alike: dict[tuple[Kind, str], list[Hypothesis]] = {}
+def _everywhere(question: Question, hypotheses: Iterable[Hypothesis]) -> Iterator[Hypothesis]:
+    """Yield one mistake in all places of a region, or of one line in it, where there are several: two norms."""
+    alike: dict[tuple[str | None, Kind, str], list[Hypothesis]] = {}
     for hypothesis in hypotheses:
-        alike.setdefault((hypothesis.kind, hypothesis.text), []).append(hypothesis)
-    for (_, text), several in alike.items():
+        line = source_line(question.in_baseline(next(iter(hypothesis.edits))))
+        for where in {None, line}:
+            alike.setdefault((where, hypothesis.kind, hypothesis.text), []).append(hypothesis)
+    asked: set[tuple[str, frozenset[Node]]] = set()
+    for (_, _, text), several in alike.items():
         edits = {node: edit for one in several for node, edit in one.edits.items()}
-        if len(edits) > 1:
+        if len(edits) > 1 and (text, frozenset(edits)) not in asked:
+            asked.add((text, frozenset(edits)))
             yield dataclasses.replace(several[0], text=f"{text}, in {len(edits)} places", edits=edits)
 
 

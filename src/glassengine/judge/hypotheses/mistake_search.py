@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import ancestors, down, origin_of, passes_on, readers_of, region_of, up
-from glassengine.judge.graphs.cut import Piece, cut
 from glassengine.judge.hypotheses.explain import MistakeExplanation, Rank, differences, explanation
 from glassengine.judge.hypotheses.inside import Inside, inside_of
 from glassengine.judge.hypotheses.mistakes.catalog import Family
-from glassengine.judge.hypotheses.trials.hypothesis import constants_of, of_weight, short
+from glassengine.judge.hypotheses.trials.hypothesis import constants_of, of_weight, part_of, short, whole_of
 from glassengine.judge.hypotheses.trials.question import Question, TheirRegion, in_its_dtype, noise_of
 from glassengine.judge.hypotheses.trials.trial import FAILS, OF_DIFFERENCES, Budget, Trial, real_parts
+from glassengine.judge.pieces import Piece, cut
+from glassengine.judge.site_pairs import ancestors, down, origin_of, passes_on, readers_of, region_of, up
+from glassengine.program.representation.naming import source_line
 from glassengine.program.representation.program import Program
 from glassengine.results import Hint
 
@@ -85,7 +86,8 @@ class MistakeSearch:
         if found.rank is Rank.SETTLED and found.score is not None and found.family is not None:
             self.learned[place] = found.score, found.family
         lost = found.hypothesis.lost
-        self.place = self._place(question.trial, found.hypothesis.edits)
+        made_in = found.hypothesis.made_in
+        self.place = self._place(question.trial, found.hypothesis.edits) if made_in is None else made_in.name
         anew = names if lost is None else {*names, lost.name}
         self.covered = {name for name in self.flagged if name in anew and name != node.name}
         return [found.hint]
@@ -118,9 +120,10 @@ class MistakeSearch:
 
     def _place(self, trial: Trial, edited: Collection[Node]) -> str | None:
         """Return the op that a mistake is in; None for the last of the piece, and where the candidate's are known."""
-        if len(edited) != 1:
+        own = [self._nodes.get(node.name, node) for node in edited]
+        if len({source_line(node) or node.name for node in own}) != 1:
             return None
-        (place,) = edited
+        *_, place = edited
         if place.op == "placeholder":
             readers = [op for op in trial.ops if place in op.all_input_nodes]
             if len(readers) != 1:
@@ -129,8 +132,8 @@ class MistakeSearch:
         if place is trial.end or place.name in self._known:
             return None
         # Its other readers would be wrong as well, which is not known.
-        inside, own = {op.name for op in trial.ops}, self._nodes.get(place.name)
-        others = () if own is None else (one for one in own.users if "_assert" not in str(one.target))
+        inside, users = {op.name for op in trial.ops}, self._nodes.get(place.name, place).users
+        others = (one for one in users if "_assert" not in str(one.target))
         is_read_elsewhere = any(user.name not in inside for user in others)
         return None if is_read_elsewhere else place.name
 
@@ -199,14 +202,14 @@ class MistakeSearch:
         theirs, others = self._theirs(node), self._other_values(node, trial)
         held = self._held(theirs)
         their_weights = {} if self.candidate is None else {n: self.candidate.weights()[own] for own, n in held.items()}
-        labels = {short(self._site(name), self._site(node.name)): name for name in others}
+        labels = {label: name for name, label in self._labels(node, others).items()}
         full = {name: full.removeprefix(_USER) for name, full in program.weight_names().items()}
         found = Question(
             trial,
             actual.double() if actual.is_floating_point() else actual,
             None if valid is None or valid.shape != actual.shape else valid,
             noise_of(piece, right, actual),
-            labels=self._labels(node, trial),
+            labels=self._labels(node, (op.name for op in [*trial.inputs, *trial.ops])),
             weights=frozenset(n.name for n in trial.inputs if n.name in program.weights()),
             others={label: others[name] for label, name in labels.items()},
             theirs=theirs,
@@ -220,6 +223,8 @@ class MistakeSearch:
             held=held,
             read=self._read(trial, theirs),
             is_still_computed=lambda lost: is_still_computed(lost, program, self.candidate),
+            maker=lambda made: self._maker(made, self._site(node.name)),
+            are_exchanged=self._are_exchanged,
             stored=frozenset(program.weights()),
             kept=program.kept(),
             sources=labels,
@@ -253,7 +258,7 @@ class MistakeSearch:
         known = {**self.candidate.weights(), **{theirs: self.values[name] for theirs, name in ours.items()}}
         names = {node: name.removeprefix(_USER) for node, name in self.candidate.weight_names().items()}
         labels = {name: of_weight(names[name]) for name in names} | {
-            theirs: short(self._site(name), self._site(node.name)) for theirs, name in ours.items()
+            theirs: self._maker(self._nodes[name], self._site(node.name)) for theirs, name in ours.items()
         }
         try:
             piece = cut([target], known, known.keys() - {target.name})
@@ -291,14 +296,30 @@ class MistakeSearch:
         read = {source.name for op in theirs for source in op.all_input_nodes if source.name in weights}
         return {name: names.get(name, name).removeprefix(_USER) for name in sorted(read)}
 
-    def _labels(self, node: Node, trial: Trial) -> dict[str, str]:
+    def _labels(self, node: Node, names: Iterable[str]) -> dict[str, str]:
+        """Return what people call nodes: by what makes their values, where that is another one for each."""
         site = self._site(node.name)
-        names = self.program.weight_names()
-        inside = {}
-        for name in (op.name for op in [*trial.inputs, *trial.ops]):
-            origin = origin_of(self._nodes[name]).name if name in self._nodes else name
-            inside[name] = of_weight(self._site(origin)) if origin in names else short(self._site(name), site)
-        return inside
+        found = {name: self._maker(self._nodes[name], site) if name in self._nodes else name for name in names}
+        number = Counter(found.values())
+        return {name: short(self._site(name), site) if number[label] > 1 else label for name, label in found.items()}
+
+    def _maker(self, node: Node, site: str) -> str:
+        made = origin_of(node)
+        if made.name in self.program.weight_names():
+            return of_weight(self._site(made.name))
+        made = part_of(node)
+        whole = whole_of(made)
+        name = short(self._site(made.name), site)
+        return name if whole is None else f"part {made.args[1]} of {self._maker(whole, site)}"
+
+    def _are_exchanged(self, one: Node, other: Node) -> bool:
+        """Whether all that reads one of two nodes reads the other one in the candidate."""
+        there = [self.counterpart(node) for node in (other, one)]
+        for node, theirs in zip((one, other), there, strict=True):
+            read = {target for op in readers_of(node) if (target := self.counterparts.get(op.name)) is not None}
+            if theirs is None or not read or not read <= {op.name for op in readers_of(theirs)}:
+                return False
+        return True
 
     def _site(self, name: str) -> str:
         names = self.program.weight_names()

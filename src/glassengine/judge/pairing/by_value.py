@@ -25,19 +25,20 @@ import torch
 from torch.fx import Node
 
 from glassengine.judge.cases import Case
-from glassengine.judge.graphs.between import (
+from glassengine.judge.pairing.candidate_tensors import CandidateTensor, ProbeStep, Values, probe, shapes_of
+from glassengine.judge.pairing.find_wrong_tensor import WrongTensorSearch
+from glassengine.judge.pairing.program_pairs import ProgramPairs, UnknownValue
+from glassengine.judge.site_pairs import (
+    SitePair,
     next_below,
     origin_of,
+    pair_sites,
     passes_on,
+    ports,
     reads_counterparts,
     reads_the_same,
     sibling_of,
 )
-from glassengine.judge.graphs.by_name import SitePair, pair_sites, ports
-from glassengine.judge.pairing.candidate_tensors import CandidateTensor, Values, shapes_of
-from glassengine.judge.pairing.find_wrong_tensor import WrongTensorSearch
-from glassengine.judge.pairing.probe import ProbeStep, probe
-from glassengine.judge.pairing.program_pairs import ProgramPairs, UnknownValue
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program
@@ -97,7 +98,8 @@ class Counterparts:
                 # What makes its values was asked before.
                 continue
             found = self._search.wrong(node, predicted, self._known.proposal(node), meets=apart is not None)
-            if apart is not None and apart <= _TIGHT:
+            is_turned = any(self._known.is_turned(*pair) for pair in found)
+            if apart is not None and apart <= _TIGHT and not is_turned:
                 # The error is below the noise: what reads the tensor is right as it is.
                 for other, seen in found:
                     self._known.settle(other, seen)

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import next_below, origin_of, partners_of, passes_on, region_of
 from glassengine.judge.pairing.candidate_tensors import CandidateTensor, Values, is_telling, shapes_of
 from glassengine.judge.pairing.program_pairs import MOST_FOREIGN, ProgramPairs, UnknownValue
+from glassengine.judge.site_pairs import next_below, origin_of, partners_of, passes_on, region_of
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node
@@ -80,6 +80,9 @@ class WrongTensorSearch:
             # Below a long region that is right as a whole; what follows from any one tensor in it does so by chance.
             return []
         same = pairs.same_op(node, predicted)
+        if same is None and proposed is not None and explained is not None and explained.how is not None:
+            # A difference with its operands exchanged is itself transposed.
+            same = proposed if pairs.is_turned(node, proposed) else None
         needed = {index for index, _ in following if not _keeps(below[index])}
         for seen in self._to_try(node, predicted, proposed) if without != 0 or not meets else filter(None, [same]):
             if self._num_tried > _MOST_TRIED:

@@ -25,9 +25,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.graphs.between import ancestors
-from glassengine.judge.graphs.by_name import SitePair, difference, ports
 from glassengine.judge.replay.values import DOES_NOT_FIT, NoCounterpart, in_float64
+from glassengine.judge.site_pairs import SitePair, ancestors, difference, ports
 from glassengine.numerics.float64 import double, target_of
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.ops.traits import traits_of

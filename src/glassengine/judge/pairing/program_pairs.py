@@ -11,22 +11,32 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.graphs.between import origin_of, passes_on, reads_the_same, rounded_to
-from glassengine.judge.graphs.by_name import SitePair, difference, pair_sites, paired_results, ports
 from glassengine.judge.pairing.candidate_tensors import (
     CandidateTensor,
     CandidateTensors,
+    ProbeStep,
     Values,
     ancestors_of,
     is_telling,
     shapes_of,
 )
-from glassengine.judge.pairing.probe import ProbeStep
 from glassengine.judge.pairing.weights import SameWeights, users_of
+from glassengine.judge.site_pairs import (
+    SitePair,
+    difference,
+    origin_of,
+    pair_sites,
+    paired_results,
+    passes_on,
+    ports,
+    reads_the_same,
+    rounded_to,
+)
 from glassengine.numerics.arrangements import Arrangement
 from glassengine.numerics.float64 import in_double, retarget, target_of
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.kinds import in_kind
+from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.program import Program
 from glassengine.sites import Site
@@ -178,8 +188,11 @@ class ProgramPairs:
         near = self.tensors.close(
             predicted, lambda name: self.allowed(node, name), made_of, beside_padding=beside_padding
         )
+        is_turned = proposed is not None and self.is_turned(node, proposed)
         for distance, seen in near:
             theirs = self.tensors.nodes[seen.name]
+            if is_turned and proposed != seen:
+                continue  # a difference with its operands exchanged is itself transposed, or that of another layer
             if theirs.meta["val"].dtype in coarser:
                 # It is what the cast below makes.
                 continue
@@ -203,6 +216,16 @@ class ProgramPairs:
             )
             ranked.append((rank, seen))
         return [seen for _, seen in sorted(ranked, key=lambda item: item[0])]
+
+    def is_turned(self, node: Node, seen: CandidateTensor) -> bool:
+        """Whether the candidate's op is the same, but reads the counterparts of its two operands in exchange."""
+        theirs = self.tensors.nodes[seen.name]
+        if node.target is not theirs.target or traits_of(node).kind not in ("term", "factor"):
+            return False
+        known = [self.counterparts.get(source.name) for source in node.all_input_nodes]
+        read = [seen.name for seen in known if seen is not None and seen.how is None]
+        theirs_read = [source.name for source in theirs.all_input_nodes]
+        return len(read) == 2 and read != theirs_read and read == theirs_read[::-1] and not traits_of(node).commutes
 
     def settle(self, node: Node, seen: CandidateTensor) -> None:
         """Make a tensor of the candidate the counterpart of a node."""

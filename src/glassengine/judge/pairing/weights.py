@@ -17,8 +17,8 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.graphs.between import origin_of, passes_on
 from glassengine.judge.hypotheses.mistakes.weights_read import relation
+from glassengine.judge.site_pairs import origin_of, passes_on
 from glassengine.numerics.arrangements import arrangements
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.program.representation.outputs import weight_only_nodes

@@ -14,10 +14,10 @@ from torch import nn
 from glassengine.capture.observers import observing
 from glassengine.errors import GlassError, IncomparableError
 from glassengine.judge.cases import Case, Given, StepInputs, by_name, taken_by
-from glassengine.judge.graphs.by_name import SitePair
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.arguments import Arguments
 from glassengine.judge.sides.protocol import Baseline, Guarantee, Observed, Place, Side, float_nodes
+from glassengine.judge.site_pairs import SitePair
 from glassengine.program.kinds.causal_lm import accepted, cache_argument, cache_tensors, expert_modules, forget
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.signature import named_results, plain_results

@@ -1,28 +1,34 @@
-"""Runs a program node by node: a candidate's own export, the baseline's after a pass, or a stored file as it is."""
+"""Runs a program node by node: a candidate's own export, the baseline's after a pass, or a stored file as it is.
+
+Nodes may be compiled alone (`OpByOpSide`), and tensors of the baseline may take the place of wrong ones (`Grafts`).
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch.fx import Interpreter, Node
+from torch.fx.node import map_arg
 
 from glassengine.backends.calibration import kernels_of
 from glassengine.capture.observers import run_program
-from glassengine.errors import BackendError, first_line
+from glassengine.errors import BackendError, UnknownNameError, UsageError, first_line
+from glassengine.frontends.eager_debug import OpRunner
 from glassengine.judge.cases import Case, Given, StepInputs, by_name, empty_caches
 from glassengine.judge.end_to_end import results_of
-from glassengine.judge.graphs.by_name import SitePair
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.arguments import Arguments
-from glassengine.judge.sides.graft import Grafts
 from glassengine.judge.sides.module import ModuleSide
-from glassengine.judge.sides.protocol import RUNTIME, Guarantee, Observed, Place, Side
+from glassengine.judge.sides.protocol import RUNTIME, Arranged, Guarantee, Observed, Place, Side
+from glassengine.judge.site_pairs import SitePair
 from glassengine.numerics.float64 import Accumulation
 from glassengine.program import LoadedModel
+from glassengine.program.representation.naming import of_any_layout
 from glassengine.program.representation.program import Program
 
 _WHILE = re.compile(r"While executing (%\w+)")
@@ -107,6 +113,54 @@ class ProgramSide(Side):
 
 
 @dataclass
+class OpByOpSide(ProgramSide):
+    """The program, with the nodes of `alone` (None: all) compiled one by one by `runner`; only these are observed."""
+
+    runner: OpRunner = field(kw_only=True)
+    alone: frozenset[str] | None = field(kw_only=True)
+
+    def observable(self) -> frozenset[str]:
+        """Return the nodes that are compiled alone and have a counterpart."""
+        known = super().observable()
+        return known if self.alone is None else known & self.alone
+
+    def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Interpret one step; see `ProgramSide.run`."""
+        by_node = {port.node: inputs[port.name] for port in self.program.inputs} | self.program.weights()
+        graph = self.program.graph
+        with torch.no_grad():
+            values = _Alone(self).run(
+                *(by_node.get(node.name) for node in graph.find_nodes(op="placeholder")), enable_io_processing=False
+            )
+        by_output = {
+            spec.arg.name: value
+            for spec, value in zip(self.program.exported.graph_signature.output_specs, values, strict=True)
+        }
+        return {name: by_output[node] for name, node in self.program.output_nodes.items()}
+
+
+class _Alone(Interpreter):
+    def __init__(self, side: OpByOpSide) -> None:
+        super().__init__(side.program.exported.graph_module)
+        self._side = side
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().call_function(of_any_layout(target), args, kwargs)
+
+    def run_node(self, n: Node) -> Any:
+        side = self._side
+        is_alone = side.alone is None or n.name in side.alone
+        if n.op != "call_function" or not is_alone or not isinstance(n.target, torch._ops.OpOverload):
+            value = super().run_node(n)
+        else:
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            value = side.runner.run(n.target, args, kwargs, n.meta)
+        if n.op == "call_function":
+            side.keep(n, value)
+        return value
+
+
+@dataclass
 class SourceSide(Side):
     """A stored program as it is: an ONNX file run without optimization, or the graph of a .pt2 file.
 
@@ -177,3 +231,77 @@ def untouched(model: LoadedModel, program: Program, arguments: Arguments | None 
         replay = Replay(program, compiled=True, wide_operands="products", accumulation=accumulation)
         return SourceSide(model.module, program=program, replay=replay)
     return SourceSide(model.module, program=program, replay=Replay(program), guarantee=Guarantee.STORED_OPS)
+
+
+class Grafts:
+    """Grafted tensors of a candidate's program.
+
+    Args:
+        baseline: The baseline's program.
+        pairs: Baseline node -> its counterpart in the candidate.
+        arranged: Arranges the candidate's tensors as the baseline has them.
+        sites: Sites of the baseline or of the candidate.
+
+    Raises:
+        UnknownNameError: A site is of no op that both have.
+        UsageError: The candidate has the tensor in other dimensions.
+    """
+
+    def __init__(
+        self, baseline: Program, pairs: Mapping[str, SitePair], arranged: Arranged, sites: Collection[str]
+    ) -> None:
+        self._baseline, self._pairs, self._arranged = baseline, pairs, arranged
+        ours = {site.name: node for node in pairs for site in baseline.sites.by_node.get(node, ())}
+        theirs = {pair.candidate.name: node for node, pair in pairs.items()}
+        self._grafted: dict[str, str] = {}
+        for site in sites:
+            node = ours.get(site, theirs.get(site))
+            if node is None:
+                raise UnknownNameError("op of both sides", site, [*ours, *theirs], hint="--graft SITE=baseline")
+            if arranged.is_arranged(node):
+                raise UsageError(
+                    "a tensor in other dimensions cannot be grafted", got=site, hint="graft an op below it"
+                )
+            self._grafted[pairs[node].candidate.node] = node
+        self._own = {node.name: node for node in baseline.graph.nodes}
+
+    def run(
+        self, program: Program, inputs: Mapping[str, torch.Tensor], keep: Callable[[Node, Any], None]
+    ) -> dict[str, torch.Tensor]:
+        """Interpret a step of the candidate, with the grafts; arguments are those of `run_program`."""
+        wanted = {pair.candidate.node: node for node, pair in self._pairs.items()}
+        weights = self._baseline.weights()
+        known: dict[str, Any] = {port.node: inputs[port.name] for port in self._baseline.inputs if port.name in inputs}
+
+        def graft(node: Node, value: Any) -> Any:
+            ours = self._grafted.get(node.name)
+            if ours is not None:
+                made = self._computed(self._own[ours], {**weights, **known})
+                if isinstance(made, torch.Tensor) and isinstance(value, torch.Tensor) and made.shape == value.shape:
+                    value = made.to(value.dtype)
+            if node.name in wanted and isinstance(value, torch.Tensor):
+                known[wanted[node.name]] = self._arranged(wanted[node.name], value)
+            return value
+
+        self._arranged.begin_step(inputs)
+        return run_program(program, inputs, keep, graft)
+
+    def _computed(self, node: Node, known: Mapping[str, Any]) -> Any:
+        """Return what an op of the baseline makes of values that are known, through ops between; None where unknown."""
+        values: dict[str, Any] = dict(known)
+        # An op that is grafted again in a later step is computed, whatever the candidate had.
+        values.pop(node.name, None)
+        waiting = [node]
+        while waiting:
+            one = waiting[-1]
+            missing = [item for item in one.all_input_nodes if item.name not in values]
+            if missing:
+                if any(item.op != "call_function" for item in missing):
+                    return None
+                waiting += missing
+                continue
+            args, kwargs = map_arg((one.args, one.kwargs), lambda item: values[item.name])
+            with torch.no_grad():
+                values[one.name] = of_any_layout(one.target)(*args, **kwargs)
+            waiting.pop()
+        return values[node.name]

@@ -19,11 +19,10 @@ from torch.fx import Node
 
 from glassengine.judge.cases import Case, StepInputs
 from glassengine.judge.end_to_end import results_of
-from glassengine.judge.exclusions.dead_elements import unread_nodes
-from glassengine.judge.graphs.between import ancestors
-from glassengine.judge.graphs.by_name import SitePair
-from glassengine.judge.graphs.cut import Piece, clone, cut
+from glassengine.judge.exclusions.perturbation import unread_nodes
+from glassengine.judge.pieces import Piece, clone, cut
 from glassengine.judge.replay.replay import Replay
+from glassengine.judge.site_pairs import SitePair, ancestors
 from glassengine.numerics.arrangements import Arrangement
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.kernels import UNMEASURED, Kernels

@@ -34,7 +34,7 @@ from glassengine.program.generation import GenerationKind
 from glassengine.program.inputs.modules import inputs_in_file
 from glassengine.program.representation.program import Program
 from glassengine.recording.layout.layout import Entry
-from glassengine.recording.read.source import TensorSource
+from glassengine.recording.source import TensorSource
 from glassengine.sites import RETURNED, Site, other_spellings
 
 PARTIAL = "the record has it for some positions only"

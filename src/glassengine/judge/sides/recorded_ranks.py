@@ -29,8 +29,8 @@ from glassengine.judge.sides.protocol import Observed
 from glassengine.judge.sides.recorded import RecordedModules, RecordedTensors
 from glassengine.program.representation.program import Program
 from glassengine.recording.layout.layout import Entry
-from glassengine.recording.layout.values import dtype_name
-from glassengine.recording.read.source import TensorSource
+from glassengine.recording.layout.tensors import dtype_name
+from glassengine.recording.source import TensorSource
 from glassengine.results import Hint, Skipped
 from glassengine.sites import Site
 

@@ -15,17 +15,16 @@ from torch.fx import Node
 from glassengine.errors import IncomparableError
 from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import Severity, results_left, results_of
-from glassengine.judge.exclusions.dead_elements import unread_nodes
-from glassengine.judge.graphs.between import ancestors, origin_of
-from glassengine.judge.graphs.by_name import paired_results
+from glassengine.judge.exclusions.perturbation import unread_nodes
 from glassengine.judge.replay.replay import covered
 from glassengine.judge.sides.protocol import ObservedAt, Place, float_nodes
+from glassengine.judge.site_pairs import ancestors, origin_of, paired_results
 from glassengine.judge.verdict.corrections import line_of_added_op, line_of_number, line_of_reader, with_lines
 from glassengine.judge.verdict.coverage import coverage, granularity, missing, not_judged, region_nodes
-from glassengine.judge.verdict.drift import table
 from glassengine.judge.verdict.origins import grouped, place_of, with_proofs
 from glassengine.judge.verdict.score import Score
 from glassengine.judge.verdict.structural_diff import left_out, written_differently
+from glassengine.numerics.drift import drift_rows
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.program import Program
 from glassengine.results import (
@@ -127,6 +126,8 @@ def findings_of(
         judged = len(ops & main.judged_nodes) / len(ops) if ops else 1.0
     first = _first(origins, order, [score.side.level for score in scores])
     release = severity.get(Place.RELEASE)
+    drifting = [score for score in scores if score.drift is not None]
+    ends = next((score.results.drift_rows() for score in reversed(drifting) if score.results.compared), ())
     left_out = [item for score in scores for item in score.left_out.values()]
     all_skipped = [
         *skipped,
@@ -157,7 +158,7 @@ def findings_of(
         levels=levels,
         severity={level: value.to_dict() for level, value in severity.items()},
         results=results,
-        drift=table(program, [(score.drift, score.results) for score in scores if score.drift is not None]),
+        drift=(*drift_rows(program, [score.drift for score in drifting if score.drift is not None]), *ends),
         # The one that the verdict rests on comes first.
         granularity=[granularity(score, program) for score in [main, *(s for s in scores if s is not main)]],
         inputs=[CaseInputs(case.name, case.num_steps, case.inputs, (texts or {}).get(case.name, ())) for case in cases],
@@ -356,7 +357,7 @@ def _source_there(score: Score, divergence: Divergence) -> str | None:
 
 def _within_regions(score: Score, program: Program) -> Iterator[Pair]:
     """A pair for each op that the candidate writes differently, with the verdict of the region that it is in."""
-    inside = region_nodes(score, program) if score.side.observed_at is ObservedAt.OP else {}
+    inside = region_nodes(score) if score.side.observed_at is ObservedAt.OP else {}
     by_region: dict[str, list[Pair]] = {}
     for pair in score.pairs:
         by_region.setdefault(pair.site, []).append(pair)

@@ -25,8 +25,8 @@ from torch.fx import Node
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.graphs.between import origin_of, passes_on, readers_of, region_of
-from glassengine.judge.hypotheses.trials.hypothesis import constants_of
+from glassengine.judge.hypotheses.trials.hypothesis import constants_of, whole_of
+from glassengine.judge.site_pairs import origin_of, passes_on, readers_of, region_of
 from glassengine.program.representation.naming import depth_of, source_line
 from glassengine.program.representation.program import Program
 from glassengine.results import Altered, Divergence, Findings, Hint
@@ -82,6 +82,8 @@ def line_of_reader(
     node = next(node for node in baseline.graph.nodes if node.name == named)
     names = {counterparts.get(user.name) for user in readers_of(node)}
     readers = [one for one in program.graph.nodes if one.name in names]
+    if node.name in counterparts and counterparts[node.name] != there and whole_of(node) is not None:
+        return source_line(next(one for one in program.graph.nodes if one.name == counterparts[node.name]))
     if node.name != divergence.node and node.name not in counterparts:
         ours, theirs = ([op.target for op in ops] for ops in _regions(baseline, program, counterparts, divergence))
         if ours.count(node.target) <= theirs.count(node.target):

@@ -28,7 +28,7 @@ from glassengine.results import MOST_OPS, Granularity, Skipped
 
 def granularity(score: Score, program: Program) -> Granularity:
     """Return how finely the float-valued ops of `program` were judged by `score`."""
-    inside = region_nodes(score, program)
+    inside = region_nodes(score)
     found = granularity_of(program, score.side.level, score.judged_nodes, inside)
     if score.side.observed_at is ObservedAt.RESULT:
         # Of what was judged there, nothing says how it came about.
@@ -77,7 +77,7 @@ def granularity_of(
     )
 
 
-def region_nodes(score: Score, program: Program) -> dict[str, set[str]]:
+def region_nodes(score: Score) -> dict[str, set[str]]:
     """Return the ops inside of regions that were judged at their ends: node -> ends."""
     replay = score.side.replay
     # A region ends where the candidate has a tensor, though none of its elements counts.
@@ -123,7 +123,7 @@ def lacking(score: Score, program: Program) -> list[str]:
     """Return the sites that the coverage of a side asks for and that were not judged, in the order of the program."""
     is_op = score.side.observed_at is not ObservedAt.SEGMENT
     wanted = float_nodes(program, ("op",)) if is_op else score.side.countable(program)
-    left = wanted - score.judged_nodes - (region_nodes(score, program).keys() if is_op else set())
+    left = wanted - score.judged_nodes - (region_nodes(score).keys() if is_op else set())
     nodes = (program.sites.by_node[node.name] for node in program.graph.nodes if node.name in left)
     return [
         next((one.name for one in sites if (is_op or one.kind != "op") and ":in" not in one.name), sites[0].name)
@@ -213,7 +213,7 @@ def _unobserved(score: Score, program: Program, skipped: Sequence[Skipped]) -> l
     if score.side.program is None:
         return []
     known = {item.site for item in skipped}
-    missing = float_nodes(program, ("op",)) - score.judged_nodes - region_nodes(score, program).keys()
+    missing = float_nodes(program, ("op",)) - score.judged_nodes - region_nodes(score).keys()
     sites = [program.sites.by_node[node][0].name for node in missing]
     return [
         Skipped(s, "candidate", "the candidate has no such tensor", level=score.side.level)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import ancestors
-from glassengine.judge.graphs.cut import Piece, clone, cut
+from glassengine.judge.pieces import Piece, clone, cut
 from glassengine.judge.sides.protocol import Observed, Side
+from glassengine.judge.site_pairs import ancestors
 from glassengine.numerics.judgement import INTRODUCED_WRONG, SUSPICIOUS, unit_roundoff
 from glassengine.numerics.verdict import Reference
 from glassengine.program.representation.program import Program

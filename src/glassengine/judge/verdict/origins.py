@@ -20,7 +20,7 @@ from enum import Enum
 
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import ancestors
+from glassengine.judge.site_pairs import ancestors
 from glassengine.numerics.verdict import TIE
 from glassengine.program.representation.program import Program
 from glassengine.results import VERDICTS, Divergence, Verdict, worst

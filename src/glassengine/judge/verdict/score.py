@@ -16,16 +16,16 @@ from torch.fx import Node
 
 from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import EndToEnd
-from glassengine.judge.exclusions.dead_elements import MOST_MARKED, Differing, differing, unread
 from glassengine.judge.exclusions.masked import completed
-from glassengine.judge.exclusions.sources_per_step import CHOICES, TEXTS
+from glassengine.judge.exclusions.perturbation import MOST_MARKED, Differing, differing, unread
+from glassengine.judge.exclusions.sources import CHOICES, TEXTS
 from glassengine.judge.hypotheses.hints import Hints
 from glassengine.judge.replay.expected import ReplayedTensor
 from glassengine.judge.sides.protocol import Observed, Side
-from glassengine.judge.verdict.drift import Drift
 from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.judge.verdict.origins import OriginTracker, Why
 from glassengine.numerics.distances import measure, tensor_values
+from glassengine.numerics.drift import Drift
 from glassengine.numerics.exemptions import BELOW, DRAWN, PADDING, TIES, UNREAD, UNWRITTEN, Ledger, Masks
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.mask_values import is_finite
@@ -244,7 +244,7 @@ class Score:
         1. exclusions   elements that may legally differ do not count: `reference.known`, see `judge.exclusions`
         2. floor        the noise that all ops above add up to, by the reference (`_judge`)
         3. replay       what the op makes of the candidate's own inputs: floor and bound of this op alone, then the
-                        EXPLANATIONS of `judge.replay.explanations` (`_judge`)
+                        EXPLANATIONS of `judge.replay.replay` (`_judge`)
         4. compensation a replayed error that is not in the result was only written another way (`_judge`)
         5. path         introduced or inherited, or below a tie: `OriginTracker.visit`
         6. readers      elements that no result reads are left out after the step: `end_step`

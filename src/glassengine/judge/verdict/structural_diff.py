@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import origin_of, passes_on, region_of, up
 from glassengine.judge.hypotheses.mistakes.tensor_roles import counts_alone, is_of_rotation, is_placed
 from glassengine.judge.hypotheses.trials.hypothesis import literals_of, shown
 from glassengine.judge.sides.protocol import Side
+from glassengine.judge.site_pairs import origin_of, passes_on, region_of, up
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name

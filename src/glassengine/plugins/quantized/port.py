@@ -28,9 +28,9 @@ from glassengine.diagnose.ladder.levels import arguments_of
 from glassengine.errors import IncomparableError
 from glassengine.judge.cases import Case, module_cases
 from glassengine.judge.end_to_end import EndToEnd, results_left
-from glassengine.judge.graphs.by_name import in_order
 from glassengine.judge.replay.replay import covered
 from glassengine.judge.sides.arguments import matched
+from glassengine.judge.site_pairs import in_order
 from glassengine.judge.verdict.coverage import granularity_of
 from glassengine.numerics.drift import shared
 from glassengine.numerics.weight_error import WeightError

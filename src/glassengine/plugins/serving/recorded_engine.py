@@ -21,7 +21,7 @@ from glassengine.errors import CorruptError, UsageError
 from glassengine.plugins.serving.alignment import require_layout
 from glassengine.plugins.serving.requests import INPUT_IDS, LOGITS
 from glassengine.recording.layout.layout import Entry
-from glassengine.recording.read.source import TensorSource
+from glassengine.recording.source import TensorSource
 from glassengine.results import Skipped
 from glassengine.serving.protocol import (
     EngineSetting,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from glassengine.errors import CorruptError, UsageError
 from glassengine.recording.layout.layout import Entry
-from glassengine.recording.read.source import TensorSource
+from glassengine.recording.source import TensorSource
 from glassengine.results import Skipped
 from glassengine.sites import matches
 

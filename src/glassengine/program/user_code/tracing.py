@@ -255,7 +255,7 @@ def written_down(module: nn.Module, inputs: Mapping[str, Any]) -> nn.Module:
         results = torch.func.functional_call(module, given, (), arguments) if given else module(**arguments)
         return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else None, results)
 
-    trace = make_fx(run, tracing_mode="real", _error_on_data_dependent_ops=False)
+    trace = make_fx(run, tracing_mode="real", _error_on_data_dependent_ops=False, record_stack_traces=True)
     with tracing_real_tensors(), optimized_execution(False):
         graph_module = trace(weights, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
     return _Repeated(module, graph_module, tuple(weights))
@@ -295,7 +295,8 @@ class _Repeated(nn.Module):
         for target, name in self._constants.items():
             self._graph[0].__dict__[target] = self._weight(name)
         tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-        return self._graph[0](weights, tensors)
+        with torch.fx.traceback.preserve_node_meta():  # the user's lines
+            return torch.fx.Interpreter(self._graph[0]).run(weights, tensors)
 
     def _weight(self, name: str) -> Any:
         path, _, last = name.rpartition(".")

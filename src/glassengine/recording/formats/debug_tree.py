@@ -122,7 +122,7 @@ class DebuggerFile(ForeignTensors):
     def __init__(self, path: Path, files: list[JsonFile]) -> None:
         super().__init__(path)
         self._printed: dict[Entry, Tensor] = {}
-        names = [_TREE.fullmatch(_stem(file.path)) for file in files]
+        names = [_TREE.fullmatch(file.path.name.removesuffix(FULL).removesuffix(SUMMARY)) for file in files]
         several = len({found["name"] for found in names if found}) > 1
         for file, found in zip(files, names, strict=True):
             step, rank = (int(found[key] or 0) if found else 0 for key in ("step", "rank"))
@@ -257,10 +257,6 @@ def open_tree(file: JsonFile) -> DebuggerFile:
         other = JsonFile(full)
         file = other if is_tree(other.document) else file
     return DebuggerFile(file.path, [file])
-
-
-def _stem(path: Path) -> str:
-    return path.name.removesuffix(FULL).removesuffix(SUMMARY)
 
 
 def _tensors(

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import Sharding, aligned
-from glassengine.recording.layout.statistics import MEASURED
-from glassengine.recording.layout.values import describe
+from glassengine.recording.layout.tensors import MEASURED, describe
 from glassengine.recording.ring.items import (
     Alias,
     EarlierTensor,

@@ -18,7 +18,7 @@ from torch import Tensor
 from glassengine import blocks
 from glassengine.errors import UsageError
 from glassengine.recording.layout.layout import aligned
-from glassengine.recording.layout.values import has_no_memory
+from glassengine.recording.layout.tensors import has_no_memory
 from glassengine.recording.ring.file import RingFile, RingMemory
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from glassengine.recording.layout.description import Group
 from glassengine.recording.layout.layout import LeftOut, LightStatistics, aligned
-from glassengine.recording.layout.statistics import light_of_blocks, light_of_bytes
+from glassengine.recording.layout.tensors import light_of_blocks, light_of_bytes
 from glassengine.recording.ring.items import (
     Alias,
     Commit,

@@ -15,8 +15,7 @@ from pathlib import Path
 from glassengine.recording.layout import layout
 from glassengine.recording.layout.description import Description, Group, pad_entry
 from glassengine.recording.layout.layout import ALIGNMENT, Location, aligned, shard_name
-from glassengine.recording.write.directory import require_open, require_there
-from glassengine.recording.write.uploads import Uploads
+from glassengine.recording.write.destination import Uploads, require_open, require_there
 from glassengine.writing import write_all
 
 _ZEROS = bytes(ALIGNMENT)

@@ -25,10 +25,18 @@ from glassengine.recording.layout.index import read_index
 from glassengine.recording.layout.layout import LeftOut, LightTable, Location
 from glassengine.recording.layout.records import append_tokens, token_frames
 from glassengine.recording.layout.shard_files import ShardFiles
-from glassengine.recording.layout.values import Descriptions, bytes_of, identity
-from glassengine.recording.write.directory import begun, make_directory, manifest_of, reason_of, save_manifest
+from glassengine.recording.layout.tensors import Descriptions, bytes_of, identity
+from glassengine.recording.write.destination import (
+    SPOOL_BYTES,
+    Spool,
+    Uploads,
+    begun,
+    make_directory,
+    manifest_of,
+    reason_of,
+    save_manifest,
+)
 from glassengine.recording.write.shard import Shards
-from glassengine.recording.write.uploads import SPOOL_BYTES, Spool, Uploads
 from glassengine.stores.places import RemotePath, place
 from glassengine.writing import crc32
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from glassengine.recording.layout.layout import Entry
-    from glassengine.recording.read.source import TensorSource
+    from glassengine.recording.source import TensorSource
 
 FOLDER = "data"
 MOST_TENSORS = 200
@@ -148,7 +148,7 @@ class PageValues:
     """
 
     def __init__(self, baseline: str | Path, candidate: str | Path) -> None:
-        from glassengine.recording.read.source import open_source
+        from glassengine.recording.source import open_source
 
         self._sides = open_source(baseline), open_source(candidate)
         self._entries = tuple(map(_by_place, self._sides))

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from glassengine.judge.graphs.cut import Piece
 from glassengine.judge.hypotheses.explain import explain
 from glassengine.judge.hypotheses.mistakes.catalog import FAMILIES
 from glassengine.judge.hypotheses.trials.question import Question, noise_of
 from glassengine.judge.hypotheses.trials.trial import Trial
+from glassengine.judge.pieces import Piece
 from glassengine.results import KINDS, Hint
 
 Function = Callable[..., Tensor]

@@ -179,3 +179,19 @@ def test_a_rotation_by_stored_tables_is_left_out() -> None:
     given = {"x": drawn(2, 6, 8), "table": angles.cos(), "weight": angles.sin()}
     hint = told(turned, lambda x, cos, sin: x.clone(), given)
     assert (hint.kind, hint.text) == ("position", "a rotation by positions is left out")
+
+
+def test_an_op_along_a_part_of_an_axis_that_is_put_together() -> None:
+    hint = told(
+        lambda x: x.reshape(2, 20).softmax(-1) * 2, lambda x: x.softmax(-1).reshape(2, 20) * 2, {"x": drawn(2, 4, 5)}
+    )
+    assert hint.text == "softmax is along axis 2 of 2 x 4 x 5, not along axis -1 of 2 x 20"
+
+
+def test_sides_of_a_difference_that_are_expanded_are_exchanged() -> None:
+    def apart(x: Tensor, *, is_turned: bool = False) -> Tensor:
+        one, other = x[:, :, None], x[:, None]
+        return (other - one if is_turned else one - other).exp()
+
+    hint = told(apart, lambda x: apart(x, is_turned=True), {"x": drawn(2, 5, 3)})
+    assert hint.kind == "swapped" and "of sub are exchanged" in hint.text

@@ -13,11 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from glassengine.diagnose import check
-from glassengine.judge.graphs.cut import Piece
 from glassengine.judge.hypotheses.explain import differences, explain
 from glassengine.judge.hypotheses.mistakes.layouts import merges
 from glassengine.judge.hypotheses.trials.question import Question, noise_of
 from glassengine.judge.hypotheses.trials.trial import Trial, real_parts
+from glassengine.judge.pieces import Piece
 from glassengine.results import Hint
 
 

@@ -220,3 +220,39 @@ def test_f75_a_weight_that_was_rounded_is_not_called_scaled_nor_different_in_no_
     assert kind == "dtype" and "scaled" not in text and " 0 of " not in text
     assert relation("a.weight", "a.weight", ours, ours * 1.004, {}) == ("scale", "a.weight is scaled by 1.004")
     assert relation("a.weight", "a.weight", ours, ours + 0.003, {})[1] == "a.weight is the baseline's plus 0.003"
+
+
+def test_constants_are_told_by_their_values() -> None:
+    table, number = torch.arange(1.0, 9.0).double() ** 0.5, torch.tensor(4.0).double()
+    assert (
+        relation("table", "table", table, torch.arange(2.0, 10.0).double() ** 0.5, {})[1]
+        == "table begins one later along axis 0"
+    )
+    assert relation("number", "number", number, number + 2, {})[1] == "number is 6, not 4"
+    assert (
+        relation("table", "table", table, table.where(table != 2, -1), {})[1]
+        == "table differs in 1 of 8 elements (-1 for 2)"
+    )
+
+
+class Attends(nn.Module):
+    """Attention whose keys and values are parts of one product."""
+
+    def __init__(self, *, is_exchanged: bool) -> None:
+        super().__init__()
+        self.of_query, self.of_both, self.is_exchanged = nn.Linear(6, 6), nn.Linear(6, 12), is_exchanged
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self.of_both(x).chunk(2, dim=-1)
+        keys, values = (last, first) if self.is_exchanged else (first, last)
+        return x + (self.of_query(x) @ keys.transpose(-1, -2)).softmax(-1) @ values
+
+
+def test_keys_and_values_that_are_exchanged_are_named_where_they_are_taken_apart(tmp_path: Path) -> None:
+    models = []
+    for wrong in (False, True):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(Attends(is_exchanged=False), Attends(is_exchanged=wrong)))
+    first = check(models[0], candidate=models[1], inputs={"input": torch.randn(2, 5, 6)}).first_divergence
+    assert first is not None and first.hints[0].text == "part 0 of of_both/linear.0 and part 1 are exchanged", first
+    assert "self.of_both(x).chunk" in str(first.candidate_source), first

@@ -9,7 +9,7 @@ from glassengine.errors import BackendError, UsageError
 from glassengine.plugins.serving.ggml import child
 from glassengine.plugins.serving.ggml.candidate import open_gguf
 from glassengine.plugins.serving.ggml.write import write_gguf
-from glassengine.recording.read.source import open_source
+from glassengine.recording.source import open_source
 from glassengine.serving.protocol import ServingOptions, ServingRun
 from glassengine.testing.models import CAUSAL_LMS
 

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 from glassengine.errors import UsageError
 from glassengine.plugins.serving.onnx.candidate import run_decoder
 from glassengine.plugins.serving.onnx.decoder import OWN_LOOP, Feeds, generated, open_decoder
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 from glassengine.serving.protocol import ServingRun, is_decoder
 from glassengine.testing.architectures import FAMILIES
 from glassengine.testing.checkpoints import save_checkpoint

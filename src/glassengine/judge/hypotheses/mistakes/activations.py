@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn import functional as F
 
-from glassengine.judge.graphs.between import ancestors, down, up
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import is_real
+from glassengine.judge.site_pairs import ancestors, down, up
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.graphs.between import passes_on
 from glassengine.judge.hypotheses.mistakes.argument_words import kind_of_op
 from glassengine.judge.hypotheses.mistakes.tensor_roles import BENDING
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, constants_of, shown, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import TrialCall, is_real
+from glassengine.judge.site_pairs import passes_on
 from glassengine.numerics.float64 import retarget
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name

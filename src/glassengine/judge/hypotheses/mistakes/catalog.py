@@ -53,7 +53,7 @@ _BY_SCORE: dict[float, tuple[Family, ...]] = {
         arguments.usual,
         candidate_ops.another_op,
     ),
-    0.94: (layouts.neighbors, layouts.missing_rotation, layouts.reshaped, layouts.fused),
+    0.94: (layouts.neighbors, layouts.along_parts, layouts.missing_rotation, layouts.reshaped, layouts.fused),
     0.93: (
         arguments.whole,
         weights_read.another_layer,

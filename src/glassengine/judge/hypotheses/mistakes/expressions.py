@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import origin_of, passes_on, up
 from glassengine.judge.hypotheses.mistakes.argument_words import kind_of_op
 from glassengine.judge.hypotheses.mistakes.global_transforms import missing_ops
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, called, constants_of, shown, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Trial
+from glassengine.judge.site_pairs import origin_of, passes_on, up
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 

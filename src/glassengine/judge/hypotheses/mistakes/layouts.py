@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import passes_on, walk
 from glassengine.judge.hypotheses.mistakes.tensor_roles import is_of_places, turned_by
-from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, called
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall, is_real
+from glassengine.judge.site_pairs import argument_names, passes_on, walk
 from glassengine.numerics.orders import orders_of
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
@@ -193,6 +193,23 @@ def neighbors(question: Question) -> Iterator[Hypothesis]:
                 changed = trial.changed_between(source, given[..., order], node)
                 if changed is not None and changed.shape == made.shape:
                     yield Hypothesis("position", text, {node: changed[..., torch.argsort(order)]})
+
+
+def along_parts(question: Question) -> Iterator[Hypothesis]:
+    """Yield: an op along an axis that a reshape has put together runs along one of those that it is made of."""
+    for node, made in question.trial.real_ops():
+        source = node.args[0] if argument_names(node.target)[1:2] == ["dim"] and len(node.args) > 1 else None
+        parted = question.trial.tensor(source.args[0]) if isinstance(source, Node) and passes_on(source) else None
+        if parted is None or made.numel() != parted.numel() or parted.dim() <= made.dim():
+            continue
+        here, there = (" x ".join(map(str, shape)) for shape in (made.shape, parted.shape))
+        for axis in range(parted.dim()):
+            text = f"{called(op_name(node))} is along axis {axis} of {there}, not along axis {node.args[1]} of {here}"
+            yield Hypothesis("other", text, {node: _along(parted, axis)}, axis=axis)
+
+
+def _along(parted: torch.Tensor, axis: int) -> Edit:
+    return lambda call: call.rerun(parted, axis, *call.args[2:], **call.kwargs).reshape(call.value.shape)
 
 
 def missing_rotation(question: Question) -> Iterator[Hypothesis]:

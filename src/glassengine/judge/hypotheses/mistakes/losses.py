@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn import functional as F
 
-from glassengine.judge.graphs.between import passes_on
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall
+from glassengine.judge.site_pairs import passes_on
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
 

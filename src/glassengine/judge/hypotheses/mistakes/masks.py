@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import down
 from glassengine.judge.hypotheses.mistakes.tensor_roles import PLACING
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, bound
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall
+from glassengine.judge.site_pairs import down
 from glassengine.numerics.mask_values import HIDDEN
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import origin_of, passes_on, walk
-from glassengine.judge.graphs.by_name import argument_names
 from glassengine.judge.hypotheses.mistakes.layouts import merges
 from glassengine.judge.hypotheses.mistakes.tensor_roles import (
     BENDING,
@@ -22,9 +20,10 @@ from glassengine.judge.hypotheses.mistakes.tensor_roles import (
     is_stored,
     least_position,
 )
-from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, article, reading, tensors_of
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, article, part_of, reading, tensors_of, whole_of
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit, factor_between, is_real
+from glassengine.judge.site_pairs import argument_names, origin_of, passes_on, walk
 from glassengine.numerics.float64 import double
 from glassengine.numerics.mask_values import is_mask
 from glassengine.numerics.orders import kind_of_shift
@@ -51,9 +50,20 @@ _KINDS_OF_MISSING: dict[Kind, frozenset[str]] = {
 def exchanged(question: Question) -> Iterator[Hypothesis]:
     """Yield: two tensors of one shape have changed places, for one op or for all; parts of others, where joined."""
     trial = question.trial
+    for node in trial.inputs:
+        part = part_of(question.in_baseline(node))
+        for name, found in question.others.items() if whole_of(part) is not None else ():
+            taken = part_of(question.named[question.sources[name]])
+            is_beside = taken is not part and taken.args[:1] == part.args[:1] and _are_alike(found, trial.values[node])
+            if is_beside and question.are_exchanged(part, taken):
+                first, second = sorted([part, taken])
+                text = f"{question.maker(first)} and part {second.args[1]} are exchanged"
+                yield Hypothesis("swapped", text, {node: double(found)}, made_in=part)
     for node in reversed(trial.ops):
+        is_of_two = traits_of(node).kind in ("term", "factor")  # sides that are expanded may change places, too
         for (i, a), (j, b) in itertools.combinations(tensors_of(trial, node), 2):
-            if not traits_of(node).commutes and a is not b and _are_alike(trial.values[a], trial.values[b]):
+            is_alike = is_of_two or _are_alike(trial.values[a], trial.values[b])
+            if not traits_of(node).commutes and a is not b and is_alike:
                 yield _exchanged(question, node, (i, a), (j, b))
     for node in trial.ops:
         parts = [user for user in node.users if op_name(user) == "getitem" and user in trial.values]
@@ -85,7 +95,8 @@ def _exchanged(question: Question, node: Node, one: tuple[int, Node], other: tup
     else:  # the schema has no word for it
         what = f"the operands {question.label(a)} and {question.label(b)} of {op_name(node)}"
     edit = reading({i: question.trial.values[b], j: question.trial.values[a]})
-    return Hypothesis("swapped", f"{what} are exchanged", {node: edit}, exchanged=(i, j))
+    kind: Kind = "position" if is_counted(question, node) else "swapped"
+    return Hypothesis(kind, f"{what} are exchanged", {node: edit}, exchanged=(i, j))
 
 
 def _exchanged_inputs(question: Question, a: Node, b: Node) -> str:
@@ -345,7 +356,9 @@ def another_pass(question: Question) -> Iterator[Hypothesis]:
             place, value = _made_at(question.in_baseline(source)), trial.values[source]
             if place is None or source.name in question.read or not is_real(value):
                 continue
-            for name, node, other in made[place][:_MOST_OTHERS]:
+            own = origin_of(question.in_baseline(source))
+            others = [item for item in made[place] if origin_of(item[1]) is not own]  # a part of the same is no pass
+            for name, node, other in others[:_MOST_OTHERS]:
                 if _are_alike(other, value) and not torch.equal(found := double(other), value):
                     kind, text = _instead(question, source, node, name)
                     yield Hypothesis(kind, text, {reader: reading({at: found})})

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn import functional as F
 
-from glassengine.judge.graphs.by_name import argument_names
 from glassengine.judge.hypotheses.mistakes.activations import Pointwise
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, bound, literals_of, reading, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall, edited
+from glassengine.judge.site_pairs import argument_names
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
 

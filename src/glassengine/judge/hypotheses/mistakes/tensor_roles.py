@@ -8,8 +8,8 @@ from collections.abc import Collection
 import torch
 from torch.fx import Node
 
-from glassengine.judge.graphs.between import ancestors, down, origin_of, passes_on, readers_of, up, walk
 from glassengine.judge.hypotheses.trials.question import Question
+from glassengine.judge.site_pairs import ancestors, down, origin_of, passes_on, readers_of, up, walk
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind

@@ -9,10 +9,10 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.graphs.between import ancestors, passes_on
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, reading, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall
+from glassengine.judge.site_pairs import ancestors, passes_on
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 

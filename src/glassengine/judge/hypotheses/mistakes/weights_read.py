@@ -14,13 +14,17 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.graphs.between import passes_on
 from glassengine.judge.hypotheses.mistakes.fitted_constants import base_of, of_another_base
 from glassengine.judge.hypotheses.mistakes.tensor_roles import is_taken_apart
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import FAILS, Edit, factor_between, is_real
+<<<<<<< HEAD
 from glassengine.numerics.float64 import in_double, retarget, target_of
+=======
+from glassengine.judge.site_pairs import passes_on
+from glassengine.numerics.float64 import retarget, target_of
+>>>>>>> next
 from glassengine.numerics.orders import called, order_between
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
@@ -248,9 +252,15 @@ def relation(
         for b in range(a):
             if ours.shape[a] == ours.shape[b] and _is_same(ours.transpose(a, b), theirs):
                 return "transposed", f"{there}: transposed (axes {b} and {a})"
+        for first, last, where in ((ours, theirs, "later"), (theirs, ours, "earlier")):
+            rest, start = (tensor.narrow(a, at, max(0, ours.shape[a] - 1)) for tensor, at in ((first, 1), (last, 0)))
+            if ours.shape[a] > 2 and _is_same(rest, start) and not _is_same(rest, first.narrow(a, 0, rest.shape[a])):
+                return "permuted", f"{there} begins one {where} along axis {a}"
     factor = factor_between(ours, theirs)
     if (dtype := _rounded(ours, theirs)) is not None:
         return "dtype", f"{there} is rounded to {dtype}"
+    if ours.numel() == 1:
+        return "scale", f"{there} is {float(theirs):.6g}, not {float(ours):.6g}"
     if factor and _is_same(ours * factor, theirs, same) and _is_nearer(ours * factor, ours, theirs):
         return "scale", f"{there} is scaled by {factor:.6g}"
     offset = float((theirs - ours).mean())
@@ -265,7 +275,9 @@ def relation(
     apart = (ours - theirs).abs()
     count = int((~(apart <= _SAME * ours.abs())).sum())
     if count:
-        return "other", f"{there} differs in {count} of {ours.numel()} elements"
+        place = int(apart.nan_to_num().argmax())
+        most = f"{float(theirs.flatten()[place]):.4g} for {float(ours.flatten()[place]):.4g}"
+        return "other", f"{there} differs in {count} of {ours.numel()} elements ({most})"
     share = float((apart / ours.abs().clamp_min(1e-300)).max())
     return "dtype", f"{there} differs by {share:.2g} of a number at most: it was rounded"
 

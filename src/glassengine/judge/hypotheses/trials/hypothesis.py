@@ -12,11 +12,13 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.graphs.by_name import argument_names
 from glassengine.judge.hypotheses.trials.trial import Edit, Trial, TrialCall
+from glassengine.judge.site_pairs import argument_names, passes_on
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
 
+_TAKING = frozenset({"getitem", "slice", "select", "narrow", "diagonal", "unfold"})
+"""Ops that pass on a part of a tensor."""
 _KERNEL = re.compile(r"^_*(?:native_)?|_legit.*$|_+$")
 """What names of kernels have beside the name of their op."""
 
@@ -34,6 +36,7 @@ class Hypothesis:
         axis: Of the tensor that it changes, where it is along one.
         lost: What is not read any more, which the candidate need not have at all.
         exchanged: Places of two arguments of one op that have changed places.
+        made_in: Op of the baseline that the mistake is in, where that is none of the piece.
     """
 
     kind: Kind
@@ -44,6 +47,7 @@ class Hypothesis:
     axis: int | None = None
     lost: Node | None = None
     exchanged: tuple[int, ...] = ()
+    made_in: Node | None = None
 
 
 @dataclass(frozen=True)
@@ -176,13 +180,26 @@ def of_weight(name: str) -> str:
     return ".".join(parts[-3 if is_numbered else -2 :])
 
 
+def part_of(node: Node) -> Node:
+    """Return the node whose values a node passes on, all of them: a part of a tensor is another one."""
+    while passes_on(node) and op_name(node) not in _TAKING and node.args and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def whole_of(part: Node) -> Node | None:
+    """Return the tensor that a node is one of several parts of, which one op makes; None of other nodes."""
+    made = part.args[0] if op_name(part) == "getitem" else None
+    is_part = isinstance(made, Node) and op_name(made) in ("split", "split_with_sizes", "chunk", "unbind")
+    return made.all_input_nodes[0] if is_part and isinstance(made, Node) else None
+
+
 def short(name: str, site: str) -> str:
     """Leave out the module of the flagged op, where another one is inside of it too."""
     path = site.rpartition("/")[0]
-    for start in (f"{path}/", f"{path}."):
-        if path and name.startswith(start):
-            return name.removeprefix(start)
-    return name
+    if name.startswith(".:in"):
+        return f"input {name.removeprefix('.:in').strip('.[]')}"
+    return next((name.removeprefix(start) for start in ("./", f"{path}/", f"{path}.") if name.startswith(start)), name)
 
 
 def _is_literal(value: Any) -> bool:

@@ -12,8 +12,8 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.graphs.cut import Piece
 from glassengine.judge.hypotheses.trials.trial import FAILS, Trial, is_real, real_parts
+from glassengine.judge.pieces import Piece
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.mask_values import sentinel
 
@@ -67,6 +67,8 @@ class Question:
         named: The baseline's own nodes by name; a piece holds copies of some.
         is_another: Whether the candidate's tensor belongs to other ops of the baseline: no other tensor explains it.
         is_still_computed: Whether the candidate computes a node all the same that may have been left out.
+        maker: Name for people of what makes the values of a node of the baseline.
+        are_exchanged: Whether the candidate reads each of two nodes of the baseline where the other one belongs.
         native: The piece in the candidate's dtype without casts to a finer one; None where it has no such casts.
     """
 
@@ -88,6 +90,8 @@ class Question:
     held: Mapping[str, str] = field(default_factory=dict)
     read: frozenset[str] = frozenset()
     is_still_computed: Callable[[Node], bool] = lambda lost: False
+    maker: Callable[[Node], str] = lambda node: node.name
+    are_exchanged: Callable[[Node, Node], bool] = lambda one, other: False
     stored: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
     sources: Mapping[str, str] = field(default_factory=dict)

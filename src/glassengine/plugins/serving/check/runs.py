@@ -32,7 +32,7 @@ from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.outputs import is_view, weight_only_nodes
 from glassengine.program.representation.program import Program
 from glassengine.recording.formats.folders import ranks_of
-from glassengine.recording.read.source import TensorSource, open_source
+from glassengine.recording.source import TensorSource, open_source
 from glassengine.results import Skipped
 from glassengine.serving.protocol import Served, ServedOnce, ServedTogether, ServingRun
 from glassengine.sites import matches

@@ -12,7 +12,7 @@ from glassengine.errors import BackendError, CorruptError, UsageError
 from glassengine.plugins.serving.interpreter import Elsewhere, Interpreter
 from glassengine.plugins.serving.requests import Forwards
 from glassengine.recording.formats.folders import ServerFolder
-from glassengine.recording.read.source import TensorSource
+from glassengine.recording.source import TensorSource
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.serving.protocol import ServingOptions, ServingRun
 

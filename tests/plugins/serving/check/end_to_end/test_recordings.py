@@ -14,7 +14,7 @@ import glassengine as glass
 from glassengine import commands
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.plugins.serving.ggml.write import write_gguf
-from glassengine.recording.read.reader import Recording
+from glassengine.recording.reader import Recording
 from glassengine.testing.architectures import FAMILIES
 from glassengine.testing.checkpoints import save_checkpoint
 

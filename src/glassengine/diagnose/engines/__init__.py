@@ -1,1 +1,0 @@
-"""Engines of one model side by side."""

@@ -1,1 +1,0 @@
-"""Executions that were recorded as snapshots, replayed and judged."""

@@ -1,1 +1,0 @@
-"""Training runs: where two of them part."""

@@ -1,1 +1,0 @@
-"""Reading recordings, and everything else that holds named tensors."""
