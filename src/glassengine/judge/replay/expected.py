@@ -31,19 +31,11 @@ from torch import Tensor
 from torch.fx import Interpreter, Node
 from torch.utils import _pytree as pytree
 
-<<<<<<< HEAD
-from glassengine.judge.graphs.cut import Piece
-from glassengine.judge.graphs.flat import with_values
-from glassengine.judge.replay.reference import NUM_NOISE_RUNS, sampled
-from glassengine.numerics.exemptions import Masks
-from glassengine.numerics.float64 import in_double, retarget, target_of
-=======
 from glassengine.judge.flat_graphs import with_values
 from glassengine.judge.pieces import Piece
 from glassengine.judge.replay.reference import NUM_NOISE_RUNS, ReferenceRun, sampled
 from glassengine.numerics.exemptions import DRAWN, Masks
-from glassengine.numerics.float64 import Accumulation, retarget, target_of
->>>>>>> next
+from glassengine.numerics.float64 import Accumulation, in_double, retarget, target_of
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.kinds import NOTHING, KnownValues
 from glassengine.numerics.verdict import Reference

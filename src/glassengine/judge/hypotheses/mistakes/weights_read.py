@@ -19,12 +19,8 @@ from glassengine.judge.hypotheses.mistakes.tensor_roles import is_taken_apart
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import FAILS, Edit, factor_between, is_real
-<<<<<<< HEAD
-from glassengine.numerics.float64 import in_double, retarget, target_of
-=======
 from glassengine.judge.site_pairs import passes_on
-from glassengine.numerics.float64 import retarget, target_of
->>>>>>> next
+from glassengine.numerics.float64 import in_double, retarget, target_of
 from glassengine.numerics.orders import called, order_between
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind

@@ -12,13 +12,8 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import BackendError
-<<<<<<< HEAD
-from glassengine.judge.graphs.cut import Piece
-from glassengine.numerics.float64 import in_double, retarget, retargeted, target_of
-=======
 from glassengine.judge.pieces import Piece
-from glassengine.numerics.float64 import retarget, retargeted, target_of
->>>>>>> next
+from glassengine.numerics.float64 import in_double, retarget, retargeted, target_of
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
 
