@@ -46,73 +46,6 @@ OWN_SHARE = "the module's own share of a gradient whose sum is right"
 _MAX_SHARES = 256
 
 
-def shared_gradients(pairs: Packed, judged: Sequence[MatchedPair]) -> list[list[int]]:
-    """Return the numbers of flagged pairs that the baseline has as one gradient and the candidate as several.
-
-    Args:
-        pairs: All verdicts.
-        judged: What was judged.
-    """
-    if not any(is_share(pairs[i]) for i in pairs.flagged()):
-        return []
-    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for i, pair in enumerate(pairs):
-        if is_share(pair) and (entry := judged[i].baseline).location is not None and _is_given(judged[i]):
-            groups[entry.step, entry.rank, entry.location].append(i)
-    return [
-        numbers
-        for numbers in groups.values()
-        if len(numbers) > 1
-        and all(pairs[i].verdict in FLAGGED for i in numbers)
-        and len({judged[i].candidates[0].location for i in numbers}) == len(numbers)
-    ]
-
-
-def shares(pairs: Packed, judged: Sequence[MatchedPair]) -> dict[int, list[int]]:
-    """Return the numbers of flagged pairs that may be a module's share -> those of right pairs that may be the sum.
-
-    In the baseline both are one gradient: a share that is wrong would make the sum wrong.
-
-    Args:
-        pairs: All verdicts.
-        judged: What was judged.
-    """
-    flagged = [i for i in pairs.flagged() if is_share(pairs[i]) and _is_given(judged[i])]
-    if not flagged:
-        return {}
-    right: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for i, pair in enumerate(pairs):
-        if pair.verdict not in FLAGGED and ":grad_" in pair.site:
-            right[_like(judged[i].baseline)].append(i)
-    candidates = {i: right[_like(judged[i].baseline)] for i in flagged[:_MAX_SHARES]}
-    return {i: sums for i, sums in candidates.items() if sums}
-
-
-def sum_of(share: Entry, sums: Sequence[Entry], left: TensorSource) -> int | None:
-    """Return the place of the sum whose gradient is that of the share; None if none is, or it cannot be known."""
-    values = left.tensor(share).flatten()
-    if not bool((values != values[:1]).any()):
-        return None  # a constant tensor does not show what it is a gradient of
-    for place, other in enumerate(sums):
-        is_one = share.location is not None and share.location == other.location
-        if is_one or bool((values == left.tensor(other).flatten()).all()):
-            return place
-    return None
-
-
-def is_share(pair: Pair) -> bool:
-    """Whether a wrong tensor may turn out to be a share of what is right."""
-    return ":grad_in" in pair.site
-
-
-def _is_given(match: MatchedPair) -> bool:
-    return match.rule is None and match.baseline.site.partition(":")[2].startswith("grad_in")
-
-
-def _like(entry: Entry) -> tuple[object, ...]:
-    return entry.step, entry.rank, entry.dtype, entry.shape
-
-
 @dataclass
 class Verdicts:
     """What is merged of a comparison.
@@ -334,6 +267,149 @@ class _Some(Lazy[MatchedPair]):
         return self._pairs[self._numbers[place]]
 
 
+ADDED_OTHERWISE = "a sum over some of the microbatches, in another order; that over all is right"
+_GRADIENT = ":grad"
+
+Place = tuple[str, int, int]
+"""Site, step and rank."""
+
+
+def apply_cross_pair_rules(found: Packed, chosen: Sequence[MatchedPair], judging: Judging) -> None:
+    """Change the verdicts on single pairs by what several of them say together.
+
+    Args:
+        found: The verdicts.
+        chosen: What was judged.
+        judging: Judges single pairs again.
+    """
+    left, right = judging.sides
+    for i, k in _with_right_sums(found, chosen, _partial_sums(left, right)).items():
+        found[i] = dataclasses.replace(found[i], verdict=found[k].verdict, reason=ADDED_OTHERWISE)
+    groups = shared_gradients(found, chosen)
+    for numbers, together in zip(groups, judging.added_up(groups), strict=True):
+        if together.verdict not in FLAGGED:
+            for i in numbers:
+                site, other = chosen[i].baseline.site, chosen[i].candidate_site
+                found[i] = dataclasses.replace(together, site=site, candidate_site=other, reason=SHARED)
+    for i, k in judging.sums_of(shares(found, chosen)).items():
+        found[i] = dataclasses.replace(found[i], verdict=found[k].verdict, reason=f"{OWN_SHARE}: {found[k].site}")
+    for side, is_left in ((left, True), (right, False)):
+        if side.is_assembled:
+            entries = [one.baseline if is_left else one.candidates[0] for one in chosen]
+            open_ones = never_added_up(found, chosen, cast(AssembledRanks, side), entries)
+            for i, pair in zip(open_ones, judging.rejected(open_ones), strict=True):
+                side.reject(entries[i])
+                found[i] = pair
+
+
+def _partial_sums(left: SourceWrapper, right: SourceWrapper) -> dict[Place, Place]:
+    """Return where the baseline has a sum over some of the microbatches of an update -> where it has that over all.
+
+    Of runs that do not say that they are of several microbatches, nothing is returned.
+
+    Args:
+        left: The baseline.
+        right: The candidate.
+    """
+    counts = (side.metadata.get("microbatches") for side in (left, right))
+    count = max((number for number in counts if isinstance(number, int)), default=1)
+    if count < 2:
+        return {}
+    places = [entry.place for entry in left.entries if entry.site.endswith(_GRADIENT)]
+    group = {step: number // count for number, step in enumerate(sorted({step for _, step, _ in places}))}
+    last: dict[tuple[str, int, int], Place] = {}
+    for place in places:
+        site, step, rank = place
+        last[site, group[step], rank] = max(place, last.get((site, group[step], rank), place))
+    each = ((place, last[place[0], group[place[1]], place[2]]) for place in places)
+    return {place: final for place, final in each if place != final}
+
+
+def _with_right_sums(pairs: Packed, judged: Sequence[MatchedPair], sums: Mapping[Place, Place]) -> dict[int, int]:
+    """Return the numbers of flagged pairs that are such sums -> that of the right pair with the sum over all.
+
+    Args:
+        pairs: All verdicts.
+        judged: What was judged.
+        sums: What `_partial_sums` returns.
+    """
+    flagged = [i for i in pairs.flagged() if judged[i].baseline.place in sums] if sums else []
+    wanted = {sums[judged[i].baseline.place] for i in flagged}
+    right = {}
+    for i, pair in enumerate(pairs if wanted else ()):
+        if pair.verdict not in FLAGGED and (place := judged[i].baseline.place) in wanted:
+            right[place] = i
+    each = ((i, right.get(sums[judged[i].baseline.place])) for i in flagged)
+    return {i: k for i, k in each if k is not None}
+
+
+def shared_gradients(pairs: Packed, judged: Sequence[MatchedPair]) -> list[list[int]]:
+    """Return the numbers of flagged pairs that the baseline has as one gradient and the candidate as several.
+
+    Args:
+        pairs: All verdicts.
+        judged: What was judged.
+    """
+    if not any(is_share(pairs[i]) for i in pairs.flagged()):
+        return []
+    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for i, pair in enumerate(pairs):
+        if is_share(pair) and (entry := judged[i].baseline).location is not None and _is_given(judged[i]):
+            groups[entry.step, entry.rank, entry.location].append(i)
+    return [
+        numbers
+        for numbers in groups.values()
+        if len(numbers) > 1
+        and all(pairs[i].verdict in FLAGGED for i in numbers)
+        and len({judged[i].candidates[0].location for i in numbers}) == len(numbers)
+    ]
+
+
+def shares(pairs: Packed, judged: Sequence[MatchedPair]) -> dict[int, list[int]]:
+    """Return the numbers of flagged pairs that may be a module's share -> those of right pairs that may be the sum.
+
+    In the baseline both are one gradient: a share that is wrong would make the sum wrong.
+
+    Args:
+        pairs: All verdicts.
+        judged: What was judged.
+    """
+    flagged = [i for i in pairs.flagged() if is_share(pairs[i]) and _is_given(judged[i])]
+    if not flagged:
+        return {}
+    right: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for i, pair in enumerate(pairs):
+        if pair.verdict not in FLAGGED and ":grad_" in pair.site:
+            right[_like(judged[i].baseline)].append(i)
+    candidates = {i: right[_like(judged[i].baseline)] for i in flagged[:_MAX_SHARES]}
+    return {i: sums for i, sums in candidates.items() if sums}
+
+
+def sum_of(share: Entry, sums: Sequence[Entry], left: TensorSource) -> int | None:
+    """Return the place of the sum whose gradient is that of the share; None if none is, or it cannot be known."""
+    values = left.tensor(share).flatten()
+    if not bool((values != values[:1]).any()):
+        return None  # a constant tensor does not show what it is a gradient of
+    for place, other in enumerate(sums):
+        is_one = share.location is not None and share.location == other.location
+        if is_one or bool((values == left.tensor(other).flatten()).all()):
+            return place
+    return None
+
+
+def is_share(pair: Pair) -> bool:
+    """Whether a wrong tensor may turn out to be a share of what is right."""
+    return ":grad_in" in pair.site
+
+
+def _is_given(match: MatchedPair) -> bool:
+    return match.rule is None and match.baseline.site.partition(":")[2].startswith("grad_in")
+
+
+def _like(entry: Entry) -> tuple[object, ...]:
+    return entry.step, entry.rank, entry.dtype, entry.shape
+
+
 def never_added_up(
     pairs: Sequence[Pair], judged: Sequence[MatchedPair], side: AssembledRanks, own: Sequence[Entry]
 ) -> list[int]:
@@ -446,79 +522,3 @@ def _is_around(outer: str, inner: str) -> bool:
     own = inner.partition(":")[0].partition("@")[0]
     path = path.partition("@")[0]
     return (port or "out").startswith(end) and own != path and (path == ROOT or own.startswith(f"{path}."))
-
-
-ADDED_OTHERWISE = "a sum over some of the microbatches, in another order; that over all is right"
-_GRADIENT = ":grad"
-
-Place = tuple[str, int, int]
-"""Site, step and rank."""
-
-
-def apply_cross_pair_rules(found: Packed, chosen: Sequence[MatchedPair], judging: Judging) -> None:
-    """Change the verdicts on single pairs by what several of them say together.
-
-    Args:
-        found: The verdicts.
-        chosen: What was judged.
-        judging: Judges single pairs again.
-    """
-    left, right = judging.sides
-    for i, k in _with_right_sums(found, chosen, _partial_sums(left, right)).items():
-        found[i] = dataclasses.replace(found[i], verdict=found[k].verdict, reason=ADDED_OTHERWISE)
-    groups = shared_gradients(found, chosen)
-    for numbers, together in zip(groups, judging.added_up(groups), strict=True):
-        if together.verdict not in FLAGGED:
-            for i in numbers:
-                site, other = chosen[i].baseline.site, chosen[i].candidate_site
-                found[i] = dataclasses.replace(together, site=site, candidate_site=other, reason=SHARED)
-    for i, k in judging.sums_of(shares(found, chosen)).items():
-        found[i] = dataclasses.replace(found[i], verdict=found[k].verdict, reason=f"{OWN_SHARE}: {found[k].site}")
-    for side, is_left in ((left, True), (right, False)):
-        if side.is_assembled:
-            entries = [one.baseline if is_left else one.candidates[0] for one in chosen]
-            open_ones = never_added_up(found, chosen, cast(AssembledRanks, side), entries)
-            for i, pair in zip(open_ones, judging.rejected(open_ones), strict=True):
-                side.reject(entries[i])
-                found[i] = pair
-
-
-def _partial_sums(left: SourceWrapper, right: SourceWrapper) -> dict[Place, Place]:
-    """Return where the baseline has a sum over some of the microbatches of an update -> where it has that over all.
-
-    Of runs that do not say that they are of several microbatches, nothing is returned.
-
-    Args:
-        left: The baseline.
-        right: The candidate.
-    """
-    counts = (side.metadata.get("microbatches") for side in (left, right))
-    count = max((number for number in counts if isinstance(number, int)), default=1)
-    if count < 2:
-        return {}
-    places = [entry.place for entry in left.entries if entry.site.endswith(_GRADIENT)]
-    group = {step: number // count for number, step in enumerate(sorted({step for _, step, _ in places}))}
-    last: dict[tuple[str, int, int], Place] = {}
-    for place in places:
-        site, step, rank = place
-        last[site, group[step], rank] = max(place, last.get((site, group[step], rank), place))
-    each = ((place, last[place[0], group[place[1]], place[2]]) for place in places)
-    return {place: final for place, final in each if place != final}
-
-
-def _with_right_sums(pairs: Packed, judged: Sequence[MatchedPair], sums: Mapping[Place, Place]) -> dict[int, int]:
-    """Return the numbers of flagged pairs that are such sums -> that of the right pair with the sum over all.
-
-    Args:
-        pairs: All verdicts.
-        judged: What was judged.
-        sums: What `_partial_sums` returns.
-    """
-    flagged = [i for i in pairs.flagged() if judged[i].baseline.place in sums] if sums else []
-    wanted = {sums[judged[i].baseline.place] for i in flagged}
-    right = {}
-    for i, pair in enumerate(pairs if wanted else ()):
-        if pair.verdict not in FLAGGED and (place := judged[i].baseline.place) in wanted:
-            right[place] = i
-    each = ((i, right.get(sums[judged[i].baseline.place])) for i in flagged)
-    return {i: k for i, k in each if k is not None}

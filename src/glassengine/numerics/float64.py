@@ -46,6 +46,36 @@ def retargeted(arguments: Any) -> Any:
     return map_aggregate(arguments, retarget)
 
 
+def in_double(node: Node, target: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what computes a node in float64, of arguments in float64, given what calls it.
+
+    Of windows, of integers and a number (`arange(8) * 0.1`) torch makes tensors of its default dtype: for the time of
+    such a call that is float64.
+    """
+    return partial(_with_double_default, target) if _has_default_dtype(node) else target
+
+
+def _with_double_default(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return target(*args, **kwargs)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _has_default_dtype(node: Node) -> bool:
+    made = node.meta.get("val")
+    if not isinstance(made, Tensor) or made.dtype not in _FLOATS or node.kwargs.get("dtype") is not None:
+        return False
+    read = (source.meta.get("val") for source in node.all_input_nodes)
+    return not any(isinstance(value, Tensor) and not _is_integral(value.dtype) for value in read)
+
+
+def _is_integral(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
 def target_of(node: Node) -> Any:
     """Return what to call for `node` in float64.
 

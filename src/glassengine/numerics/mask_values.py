@@ -11,8 +11,6 @@ Sums over the elements of a tensor that count: a mask says which, None means all
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -65,8 +63,8 @@ def size_but_hidden(value: Tensor) -> Tensor:
 
 
 def is_finite(value: torch.Tensor) -> bool:
-    """Whether a floating tensor holds numbers only; one pass and no mask for what does."""
-    return math.isfinite(float(value.sum())) or bool(value.isfinite().all())
+    """Whether a floating or complex tensor holds numbers only; one pass and no mask for what does."""
+    return bool(value.sum().isfinite()) or bool(value.isfinite().all())
 
 
 def same_where(candidate: torch.Tensor, native: torch.Tensor, valid: torch.Tensor | None) -> bool:

@@ -283,7 +283,7 @@ def _everywhere(question: Question, hypotheses: Iterable[Hypothesis]) -> Iterato
     alike: dict[tuple[str | None, Kind, str], list[Hypothesis]] = {}
     for hypothesis in hypotheses:
         line = source_line(question.in_baseline(next(iter(hypothesis.edits))))
-        for where in {None, line}:
+        for where in dict.fromkeys((None, line)):
             alike.setdefault((where, hypothesis.kind, hypothesis.text), []).append(hypothesis)
     asked: set[tuple[str, frozenset[Node]]] = set()
     for (_, _, text), several in alike.items():

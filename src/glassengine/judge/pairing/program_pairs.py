@@ -33,7 +33,7 @@ from glassengine.judge.site_pairs import (
     rounded_to,
 )
 from glassengine.numerics.arrangements import Arrangement
-from glassengine.numerics.float64 import retarget, target_of
+from glassengine.numerics.float64 import in_double, retarget, target_of
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.kinds import in_kind
 from glassengine.ops.traits import traits_of
@@ -352,7 +352,7 @@ class Predictions:
             args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), value)
             args, kwargs = pytree.tree_map(retarget, (args, kwargs))
             try:
-                results.append(target_of(node)(*args, **kwargs))
+                results.append(in_double(node, target_of(node))(*args, **kwargs))
             except (RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
                 raise UnknownValue from error
         return results

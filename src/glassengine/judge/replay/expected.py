@@ -35,7 +35,7 @@ from glassengine.judge.flat_graphs import with_values
 from glassengine.judge.pieces import Piece
 from glassengine.judge.replay.reference import NUM_NOISE_RUNS, ReferenceRun, sampled
 from glassengine.numerics.exemptions import DRAWN, Masks
-from glassengine.numerics.float64 import Accumulation, retarget, target_of
+from glassengine.numerics.float64 import Accumulation, in_double, retarget, target_of
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.kinds import NOTHING, KnownValues
 from glassengine.numerics.verdict import Reference
@@ -141,7 +141,7 @@ class _Noisy(Interpreter):
         if n.op != "call_function":
             return super().run_node(n)
         args, kwargs = pytree.tree_map(retarget, self.fetch_args_kwargs_from_env(n))
-        return self._rounded(n, target_of(n)(*args, **kwargs), args, kwargs)
+        return self._rounded(n, in_double(n, target_of(n))(*args, **kwargs), args, kwargs)
 
 
 def _float(value: Tensor) -> torch.dtype:

@@ -35,6 +35,7 @@ from glassengine.numerics.float64 import (
     Operation,
     Roundoff,
     double,
+    in_double,
     is_broken,
     num_newly_broken,
     retargeted,
@@ -151,7 +152,7 @@ class CandidateCall:
     @torch.no_grad()
     def in_float64(self) -> OneOp | None:
         """Return what the op should give, with its error; None where it does not fit the candidate's tensor."""
-        claim, call = self.claim, self.target
+        claim, call = self.claim, in_double(self.op, self.target)
         try:
             args, kwargs = retargeted((self.args, self.kwargs))
             exact = call(*args, **kwargs)

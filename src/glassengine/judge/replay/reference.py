@@ -24,7 +24,15 @@ from glassengine.judge.exclusions.masked import Exactness, HiddenValues, keeps_w
 from glassengine.judge.exclusions.sources import Excluded, Exclusions, sources_of
 from glassengine.judge.exclusions.ties import settled_sources
 from glassengine.numerics.activations import Read
-from glassengine.numerics.float64 import FLOAT32_SUMS, Accumulation, double, retarget, retargeted, target_of
+from glassengine.numerics.float64 import (
+    FLOAT32_SUMS,
+    Accumulation,
+    double,
+    in_double,
+    retarget,
+    retargeted,
+    target_of,
+)
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.kinds import KnownValues
 from glassengine.numerics.noise import ExactProduct, disturbed, noisy, rounded, rounds, uniform
@@ -296,7 +304,7 @@ class ReferenceRun:
         return [value.to(made.dtype) if lane == 1 else wide for lane in self._lanes]
 
     def _evaluate(self, node: Node, env: Mapping[Node, list[Any]], generators: list[torch.Generator]) -> list[Any]:
-        target = target_of(node)
+        target, target_in_double = target_of(node), in_double(node, target_of(node))
         doubles: dict[Node, Any] = {}
 
         def argument(source: Node, lane: int) -> Any:
@@ -340,7 +348,7 @@ class ReferenceRun:
             if lane > 1 and isinstance(node.target, Composite):
                 results.append(self._rounded_inside(node, args, kwargs, generators[lane]))
                 continue
-            value = target(*args, **kwargs)
+            value = target_in_double(*args, **kwargs)
             if lane == 0 and self._is_of_whole_numbers(node, args, kwargs, value):
                 is_rounded = False
             is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
@@ -370,7 +378,7 @@ class ReferenceRun:
                 retarget, other_values[source] if source in other_values else env[source][0]
             ),
         )
-        return target_of(node)(*args, **kwargs)
+        return in_double(node, target_of(node))(*args, **kwargs)
 
     def _stored(self, node: Node) -> dict[int, torch.Tensor]:
         """Weights among the arguments of `node` as they are stored, by position."""

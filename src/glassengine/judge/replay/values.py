@@ -12,7 +12,15 @@ from torch.fx import Node
 
 from glassengine.errors import BackendError
 from glassengine.numerics.activations import Read
-from glassengine.numerics.float64 import FLOAT32_SUMS, Accumulation, Operation, Roundoff, retargeted, target_of
+from glassengine.numerics.float64 import (
+    FLOAT32_SUMS,
+    Accumulation,
+    Operation,
+    Roundoff,
+    in_double,
+    retargeted,
+    target_of,
+)
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.mask_values import is_finite
 from glassengine.numerics.noise import WideOperands, reads_memory
@@ -48,6 +56,7 @@ def in_float64(op: Node, call: Callable[..., Any], read: Callable[[Node], Any]) 
     """Return an op in float64 on what `read` gives for the nodes that it reads; `call` computes its result."""
     args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), read)
     args, kwargs = retargeted((args, kwargs))
+    call = in_double(op, call)
     return Operation(op_name(op), call, args, kwargs, call(*args, **kwargs))
 
 

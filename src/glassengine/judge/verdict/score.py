@@ -286,6 +286,7 @@ class Score:
         # The reference itself excludes what depends on a tie that it knows.
         is_tied = judgement.is_tie and not reference.is_tie(judged.tensor)
         self.may_tie |= judgement.is_tie
+        is_rounded = judged.tensor.is_floating_point() or judged.tensor.is_complex()
         visited = self._tracker.visit(
             node,
             step,
@@ -293,8 +294,8 @@ class Score:
             introduced=judged.introduced,
             tied=is_tied or is_drawn,
             # Between exact values there is nothing to choose.
-            is_choice=not judged.tensor.is_floating_point() and not reference.known.is_exact,
-            is_broken=judged.tensor.is_floating_point() and not is_finite(judged.tensor),
+            is_choice=not is_rounded and not reference.known.is_exact,
+            is_broken=is_rounded and not is_finite(judged.tensor),
             masked=PADDING in reference.known.exempt,
             padding_differs=padding_differs(judged.tensor, reference),
         )

@@ -25,7 +25,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.numerics.drift import LITTLE_LEFT, LOST, decibels
-from glassengine.numerics.float64 import double, retarget, target_of
+from glassengine.numerics.float64 import double, in_double, retarget, target_of
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.verdict import Reference
 from glassengine.numerics.weight_error import MOST_RMS, WeightError, judge_weight
@@ -304,4 +304,4 @@ def _rows(tensor: Tensor, axis: int) -> Tensor:
 def _call(node: Node, lanes: Mapping[Node, list[Any]], lane: int) -> Any:
     args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: lanes[source][lane])
     args, kwargs = pytree.tree_map(retarget, (args, kwargs))
-    return target_of(node)(*args, **kwargs)
+    return in_double(node, target_of(node))(*args, **kwargs)

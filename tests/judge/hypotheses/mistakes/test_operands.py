@@ -264,3 +264,21 @@ def test_graphs_that_are_all_one_are_not_positions_one_too_small() -> None:
         return x / torch.zeros(2, 1).index_add(0, of, x)[of]
 
     assert not any("too small" in hint.text for hint in explain(asked(shares, lambda x, of: x / x.sum(), given)))
+
+
+def test_a_weight_that_both_sides_read_is_not_said_to_be_turned_around() -> None:
+    class Ranked(nn.Module):
+        def __init__(self, *, flips: bool) -> None:
+            super().__init__()
+            self.enter, self.leave, self.flips = nn.Linear(8, 8), nn.Linear(8, 3), flips
+
+        def forward(self, x: Tensor) -> Tensor:
+            ranked = self.enter(x).sort(-1).values
+            result: Tensor = self.leave(ranked.flip(-1) if self.flips else ranked)
+            return result
+
+    torch.manual_seed(0)
+    right, wrong = Ranked(flips=False).eval(), Ranked(flips=True).eval()
+    wrong.load_state_dict(right.state_dict())
+    found = check(right, candidate=wrong, inputs={"x": torch.randn(5, 8)}).first_divergence
+    assert found is not None and "turned around" in found.hints[0].text and "weight" not in found.hints[0].text

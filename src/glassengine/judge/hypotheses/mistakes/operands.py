@@ -400,13 +400,23 @@ def _factor(value: Tensor, other: Tensor) -> float | None:
 def _operands(question: Question) -> list[Node]:
     """Return the inputs of the piece and the positions that it counts itself, those that are read last first.
 
-    Where an op reads both, positions come before the table that they are looked up in.
+    Where an op reads both, positions come before the table that they are looked up in, and what is computed before a
+    weight that the candidate has as it is.
     """
     order = {node: place for place, node in enumerate(question.trial.ops)}
     counted = [node for node in question.trial.ops if op_name(node) == "arange"]
     found = [*question.trial.inputs, *counted]
     last = {node: max((order.get(user, -1) for user in node.users), default=-1) for node in found}
-    return sorted(found, key=lambda node: (-last[node], not _is_arange(question, node)))
+    return sorted(found, key=lambda node: (-last[node], not _is_arange(question, node), _is_as_stored(question, node)))
+
+
+def _is_as_stored(question: Question, node: Node) -> bool:
+    """Whether a node is a weight that the candidate reads as well, bit for bit."""
+    value = question.trial.values[node]
+    if node.name not in question.weights or not isinstance(value, Tensor):
+        return False
+    alike = (one.detach() for one in question.their_weights.values() if one.shape == value.shape)
+    return any(torch.equal(one.to(value.dtype), value) for one in alike)
 
 
 def _is_arange(question: Question, node: Node) -> bool:

@@ -20,7 +20,7 @@ from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import FAILS, Edit, factor_between, is_real
 from glassengine.judge.site_pairs import passes_on
-from glassengine.numerics.float64 import retarget, target_of
+from glassengine.numerics.float64 import in_double, retarget, target_of
 from glassengine.numerics.orders import called, order_between
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
@@ -94,7 +94,7 @@ def _all_of_theirs(question: Question) -> list[tuple[str, torch.Tensor]]:
         try:
             arguments = torch.fx.node.map_arg((op.args, dict(op.kwargs)), made.__getitem__)
             args, kwargs = pytree.tree_map(retarget, arguments)
-            made[op] = target_of(op)(*args, **kwargs)
+            made[op] = in_double(op, target_of(op))(*args, **kwargs)
         except (KeyError, *FAILS):
             continue
         if _joins(op) and is_real(made[op]):

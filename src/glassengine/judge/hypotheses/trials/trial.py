@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.errors import BackendError
 from glassengine.judge.pieces import Piece
-from glassengine.numerics.float64 import retarget, retargeted, target_of
+from glassengine.numerics.float64 import in_double, retarget, retargeted, target_of
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
 
@@ -216,7 +216,7 @@ class Trial:
         if node.op == "placeholder":
             return TrialCall(node, None, (), {}, values[node])
         if node not in self._called:
-            self._called[node] = target_of(node), *retargeted((node.args, dict(node.kwargs)))
+            self._called[node] = in_double(node, target_of(node)), *retargeted((node.args, dict(node.kwargs)))
         target, args, kwargs = self._called[node]
         args = tuple([_given(item, values) for item in args])
         kwargs = {name: _given(item, values) for name, item in kwargs.items()}
