@@ -183,6 +183,16 @@ class Hidden(nn.Module):
         return scores.masked_fill(~shown[:, None], self.least).softmax(-1) @ x
 
 
+def test_results_that_are_nan_on_both_sides_are_not_ok() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sum(-1) / (x - x).sum(-1)
+
+    result = glass.check(Broken(), candidate=Broken(), inputs={"x": torch.zeros(3, 4)})
+    assert not result.ok and result.too_little
+    assert result.not_ok_because is not None and "is not judged: the baseline has NaN everywhere" in result.not_ok_because
+
+
 def test_nan_where_the_baseline_has_numbers_is_not_ok() -> None:
     shown = torch.ones(2, 5, dtype=torch.bool)
     shown[1] = False

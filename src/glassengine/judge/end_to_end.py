@@ -37,6 +37,7 @@ _CHOSEN_ALIKE = "both sides chose alike where rounding might have chosen: no tie
 _NAN_ALONE = "NaN where the baseline has numbers, though it is undefined there"
 _RANDOM = "every run draws new random numbers"
 _MISSING = "the candidate returns no such result"
+_NO_NUMBER = "not judged: the baseline has NaN everywhere"
 _UNDECIDED = "not judged: the baseline's own rounding changes it as much on these inputs"
 
 
@@ -268,8 +269,10 @@ class EndToEnd:
             judged_by=judged_by,
             **vars(figures),
         )
-        if made.is_unexplained:
-            made = replace(made, verdict="suspicious", reason=_UNDECIDED, is_decided=False)
+        is_empty = baseline.is_floating_point() and baseline.numel() > 0 and bool(baseline.isnan().all())
+        if made.is_unexplained or (is_empty and made.verdict not in FLAGGED):
+            why = _NO_NUMBER if is_empty else _UNDECIDED
+            made = replace(made, verdict="suspicious", reason=why, is_decided=False)
         if name not in self._varying and not (baseline.numel() > 1 and bool((baseline == baseline.flatten()[0]).all())):
             self._varying.add(name)
         self._keep(name, made)

@@ -149,6 +149,8 @@ class ResultComparison(Result):
         if self.agrees and self.judged_by == "noise floor" and not self.is_far_apart:
             size = self._size()
             return f"{self.name} {'agree' if are else 'agrees'} within {self.within}" + (f": {size}" if size else "")
+        if not self.is_decided and not self.max_abs_diff:
+            return f"{self.name} {'are' if are else 'is'} {self.reason}"
         differs = f"{self.name} {'differ' if are else 'differs'}"
         is_text = self.dtype == "bool" and not self.shape  # or whatever else has no size
         if not self.max_abs_diff or self.largest is None or not math.isfinite(self.max_abs_diff) or is_text:
