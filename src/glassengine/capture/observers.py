@@ -70,7 +70,7 @@ def named_network_outputs(target: nn.Module | HasSites, *args: Any, **kwargs: An
             got=type(target).__name__,
             expected="a module, a program or an engine; torch.export leaves no taps in what it makes",
         )
-    if not args and not kwargs and (is_pretrained(target) or not _can_be_called(target)):
+    if not args and not kwargs and (is_pretrained(target) or not _needs_no_arguments(target)):
         kwargs = dict(made_up_inputs(load_model(target))[0])
     outputs: dict[str, torch.Tensor] = {}
 
@@ -94,7 +94,7 @@ class NetworkOutputs:
         return named_network_outputs(self, *args, **kwargs)  # type: ignore[arg-type]  # a module, too
 
 
-def _can_be_called(module: nn.Module) -> bool:
+def _needs_no_arguments(module: nn.Module) -> bool:
     try:
         inspect.signature(module.forward).bind()
     except TypeError:

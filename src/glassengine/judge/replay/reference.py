@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.exclusions.masked import Exactness, HiddenValues, keeps_whole_numbers
+from glassengine.judge.exclusions.exactness import Exactness, keeps_whole_numbers
+from glassengine.judge.exclusions.masked import HiddenValues
 from glassengine.judge.exclusions.sources import Excluded, Exclusions, sources_of
 from glassengine.judge.exclusions.ties import settled_sources
 from glassengine.numerics.activations import Read
