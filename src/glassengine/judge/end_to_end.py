@@ -38,6 +38,7 @@ _NAN_ALONE = "NaN where the baseline has numbers, though it is undefined there"
 _RANDOM = "every run draws new random numbers"
 _MISSING = "the candidate returns no such result"
 _NO_NUMBER = "not judged: the baseline has NaN everywhere"
+_FOUND = ("_compared", "_sums", "_varying", "_with_numbers", "_beside", "not_compared")
 _UNDECIDED = "not judged: the baseline's own rounding changes it as much on these inputs"
 
 
@@ -62,6 +63,7 @@ class EndToEnd:
     _other_names: dict[str, str] = field(default_factory=dict)
     _beside: dict[str, None] = field(default_factory=dict)
     _varying: set[str] = field(default_factory=set)
+    _with_numbers: set[str] = field(default_factory=set)
 
     @property
     def missing(self) -> list[str]:
@@ -72,7 +74,16 @@ class EndToEnd:
     def compared(self) -> tuple[ResultComparison, ...]:
         """One entry for each result that was compared, in the order of the baseline's."""
         names = [*results_of(self.program), *self._beside]
-        return tuple(self._compared[name] for name in names if name in self._compared)
+        found = [self._compared[name] for name in names if name in self._compared]
+        if not self._with_numbers:
+            # NaN equals NaN, and says nothing where it is all that there is.
+            found = [
+                one
+                if one.verdict in FLAGGED
+                else replace(one, verdict="suspicious", reason=_NO_NUMBER, is_decided=False)
+                for one in found
+            ]
+        return tuple(found)
 
     @property
     def constant(self) -> list[str]:
@@ -81,7 +92,7 @@ class EndToEnd:
 
     def found_so_far(self) -> dict[str, Any]:
         """Return what was found, without the program."""
-        return {name: getattr(self, name) for name in ("_compared", "_sums", "_varying", "_beside", "not_compared")}
+        return {name: getattr(self, name) for name in _FOUND}
 
     def merge(self, later: Mapping[str, Any]) -> None:
         """Add what `found_so_far` returned of later cases of the same side."""
@@ -90,6 +101,7 @@ class EndToEnd:
         for name, sums in later["_sums"].items():
             self._sums.setdefault(name, DriftSums()).merge(sums)
         self._varying |= later["_varying"]
+        self._with_numbers |= later["_with_numbers"]
         self._beside |= later["_beside"]
         self.not_compared |= later["not_compared"]
 
@@ -269,10 +281,10 @@ class EndToEnd:
             judged_by=judged_by,
             **vars(figures),
         )
-        is_empty = baseline.is_floating_point() and baseline.numel() > 0 and bool(baseline.isnan().all())
-        if made.is_unexplained or (is_empty and made.verdict not in FLAGGED):
-            why = _NO_NUMBER if is_empty else _UNDECIDED
-            made = replace(made, verdict="suspicious", reason=why, is_decided=False)
+        if made.is_unexplained:
+            made = replace(made, verdict="suspicious", reason=_UNDECIDED, is_decided=False)
+        if not (baseline.is_floating_point() and baseline.numel() and bool(baseline.isnan().all())):
+            self._with_numbers.add(name)
         if name not in self._varying and not (baseline.numel() > 1 and bool((baseline == baseline.flatten()[0]).all())):
             self._varying.add(name)
         self._keep(name, made)

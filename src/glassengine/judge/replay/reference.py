@@ -183,6 +183,8 @@ class ReferenceRun:
         self.relative_floors: dict[str, float] = {}
         self._weights = program.weights()
         self._in_double = {node: retargeted((node.args, node.kwargs)) for node in program.graph.nodes}
+        called = {node: target_of(node) for node in program.graph.nodes if node.op == "call_function"}
+        self._targets = {node: (target, in_double(node, target)) for node, target in called.items()}
         self._last_use = last_uses(program)
         self._exactness = Exactness(self._weights, coarsest, accumulation)
         self._hidden = HiddenValues(program.graph, self._exactness)
@@ -297,7 +299,7 @@ class ReferenceRun:
         args, kwargs = torch.fx.node.map_arg(
             (node.args, node.kwargs), lambda source: pytree.tree_map(_without_values, env[source][1])
         )
-        made = target_of(node)(*args, **kwargs)
+        made = self._targets[node][0](*args, **kwargs)
         value = taken(node, made.shape)
         if value is None:
             return None
@@ -305,7 +307,7 @@ class ReferenceRun:
         return [value.to(made.dtype) if lane == 1 else wide for lane in self._lanes]
 
     def _evaluate(self, node: Node, env: Mapping[Node, list[Any]], generators: list[torch.Generator]) -> list[Any]:
-        target, target_in_double = target_of(node), in_double(node, target_of(node))
+        target, target_in_double = self._targets[node]
         doubles: dict[Node, Any] = {}
 
         def argument(source: Node, lane: int) -> Any:
@@ -379,7 +381,7 @@ class ReferenceRun:
                 retarget, other_values[source] if source in other_values else env[source][0]
             ),
         )
-        return in_double(node, target_of(node))(*args, **kwargs)
+        return self._targets[node][1](*args, **kwargs)
 
     def _stored(self, node: Node) -> dict[int, torch.Tensor]:
         """Weights among the arguments of `node` as they are stored, by position."""
