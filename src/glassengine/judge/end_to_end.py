@@ -283,7 +283,8 @@ class EndToEnd:
         )
         if made.is_unexplained:
             made = replace(made, verdict="suspicious", reason=_UNDECIDED, is_decided=False)
-        if not (baseline.is_floating_point() and baseline.numel() and bool(baseline.isnan().all())):
+        is_float = baseline.is_floating_point() and baseline.numel() > 0
+        if name not in self._with_numbers and not (is_float and bool(baseline.isnan().all())):
             self._with_numbers.add(name)
         if name not in self._varying and not (baseline.numel() > 1 and bool((baseline == baseline.flatten()[0]).all())):
             self._varying.add(name)

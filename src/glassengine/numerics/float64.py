@@ -49,24 +49,37 @@ def retargeted(arguments: Any) -> Any:
 def in_double(node: Node, target: Callable[..., Any]) -> Callable[..., Any]:
     """Return what computes a node in float64, of arguments in float64, given what calls it.
 
-    Of windows, of integers and a number (`arange(8) * 0.1`) torch makes tensors of its default dtype: for the time of
-    such a call that is float64.
+    Of windows, of integers and a number (`arange(8) * 0.1`) torch makes tensors of its default dtype. Other threads
+    would see a change of that dtype, so the op gets its dtype as an argument, or floats for its integers.
     """
-    return partial(_with_double_default, target) if _has_default_dtype(node) else target
+    if not _has_default_dtype(node):
+        return target
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:  # several ops in one, which may read integers as places
+        return partial(_widened, target)
+    takes_dtype = any(one.name == "dtype" for one in schema.arguments)
+    return partial(_widened, partial(target, dtype=torch.float64)) if takes_dtype else partial(_of_floats, target)
 
 
-def _with_double_default(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        return target(*args, **kwargs)
-    finally:
-        torch.set_default_dtype(before)
+def _of_floats(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = map_aggregate((args, kwargs), _float_of_integer)
+    return _widened(target, *args, **kwargs)
+
+
+def _widened(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return map_aggregate(target(*args, **kwargs), retarget)
+
+
+def _float_of_integer(value: Any) -> Any:
+    is_integer = isinstance(value, Tensor) and _is_integral(value.dtype) and value.dtype is not torch.bool
+    return value.double() if is_integer else value
 
 
 def _has_default_dtype(node: Node) -> bool:
     made = node.meta.get("val")
-    if not isinstance(made, Tensor) or made.dtype not in _FLOATS or node.kwargs.get("dtype") is not None:
+    if not isinstance(made, Tensor) or made.dtype not in _FLOATS:
+        return False
+    if any(isinstance(one, torch.dtype) for one in (*node.args, *node.kwargs.values())):
         return False
     read = (source.meta.get("val") for source in node.all_input_nodes)
     return not any(isinstance(value, Tensor) and not _is_integral(value.dtype) for value in read)
