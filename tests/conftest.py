@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import os
+import signal
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -107,6 +108,9 @@ LONGEST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts jobs in the background with Ctrl-C ignored, and every process that tests send it to would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # pytest-xdist would put files with few tests last, and among them are the longest.
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
