@@ -371,7 +371,9 @@ def test_a_mask_of_bools_in_a_graph_of_a_snapshot() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(transformers.LlamaConfig(**LLAMA, num_attention_heads=4, num_key_value_heads=4), id="of each head"),
+        pytest.param(
+            transformers.LlamaConfig(**LLAMA, num_attention_heads=4, num_key_value_heads=4), id="of each head"
+        ),
         *(pytest.param(FAMILIES[name], id=name) for name in ("shared by 2", "sliding")),
     ],
 )
