@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import EndToEnd
-from glassengine.judge.exclusions.masked import completed
+from glassengine.judge.exclusions.masked import completed, read_by_softmax
 from glassengine.judge.exclusions.perturbation import MOST_MARKED, Differing, differing, unread
 from glassengine.judge.exclusions.sources import CHOICES, TEXTS
 from glassengine.judge.hypotheses.hints import Hints
@@ -439,7 +439,7 @@ class Score:
     def end_step(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Leave out what no result reads of the tensors that are wrong by themselves in this step of these `inputs`."""
         marked = {name: one.where for name, one in self._differing.items()}
-        known = unread(self.program, inputs, marked) if marked else set()
+        known = unread(self.program, inputs, marked, read_by_softmax(self.program.graph)[1]) if marked else set()
         known = {name for name in known if self._differing[name].rest().verdict not in FLAGGED}
         own = {node.name for node in self._flagged} & self.divergences.keys()
         for name in known:
