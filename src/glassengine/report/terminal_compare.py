@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from glassengine.compare.judge import severity
+from glassengine.errors import shortened
 from glassengine.reading.files import printable
 from glassengine.report import words
 from glassengine.report.table import VERDICT_STYLES, Screen, mark, new_table
@@ -174,9 +175,7 @@ def _remarks(pairs: Sequence[Pair]) -> Iterator[Text]:
         if any(notes):
             remarks.setdefault("; ".join(filter(None, notes)), []).append(pair.site)
     for note, sites in remarks.items():
-        names = list(dict.fromkeys(sites))
-        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-        yield Text(f"  {', '.join(names[:_MAX_NAMES])}{more}: {note}")
+        yield Text(f"  {shortened(dict.fromkeys(sites), _MAX_NAMES)}: {note}")
 
 
 def _passed(figures: Figures | None) -> tuple[str, str]:
