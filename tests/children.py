@@ -82,21 +82,18 @@ class Popen(subprocess.Popen[Any]):
 def run(
     command: list[Any], *, input: str | None = None, check: bool = False, timeout: float | None = None, **options: Any
 ) -> subprocess.CompletedProcess[Any]:
-    """Do what `subprocess.run` does."""
+    """Do what `subprocess.run` does, and keep what it writes as text; with `check` it has to end well."""
     if input is not None:
         options["stdin"] = subprocess.PIPE
-    if options.pop("capture_output", False):
-        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
     with Popen(command, **options) as process:
         try:
             out, error = process.communicate(input, timeout=timeout)
         except BaseException:
             process.kill()
             raise
-    done = subprocess.CompletedProcess(process.args, process.returncode, out, error)
-    if check:
-        done.check_returncode()
-    return done
+    assert not check or process.returncode == 0, error
+    return subprocess.CompletedProcess(process.args, process.returncode, out, error)
 
 
 def started_as_copies(imports: tuple[str, ...]) -> types.SimpleNamespace:

@@ -55,13 +55,7 @@ def run_net(
 ) -> subprocess.CompletedProcess[str]:
     (tmp_path / "net.py").write_text(first + NET + textwrap.dedent(then))
     return children.run(
-        [sys.executable, *command, "net.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, **variables},
+        [sys.executable, *command, "net.py"], cwd=tmp_path, timeout=120, env={**os.environ, **variables}
     )
 
 
@@ -380,10 +374,7 @@ def test_f20_a_session_after_something_looked_up_its_package(tmp_path: Path, how
         "onnxruntime.InferenceSession('double.onnx').run(None, {'x': numpy.ones(2, numpy.float32)})\n"
     )
     command = ["net.py"] if how == "auto" else [*RECORD, "net.py"]
-    done = children.run(
-        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    children.run([sys.executable, *command], cwd=tmp_path, timeout=120, check=True)
     opened = Recording.open(tmp_path / ("glass-recording" if how == "auto" else "out") / "double")
     assert opened.complete and opened.tensor(".:out.y").tolist() == [2, 2]
 

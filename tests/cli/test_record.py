@@ -158,10 +158,7 @@ def run_script(
         [sys.executable, *command],
         imports=children.COMPILING,
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
         timeout=600,
-        check=False,
         env={**os.environ, **variables},
     )
 
