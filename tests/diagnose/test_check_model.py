@@ -344,48 +344,10 @@ def test_a_plain_module_whose_inputs_cannot_be_made_up() -> None:
         check(Nested())
 
 
-def test_the_result_is_json_with_the_documented_keys() -> None:
+def test_the_result_is_json() -> None:
     wrong: Any = models.vision()
     wrong.norm.eps = 1e-2
     data = json.loads(json.dumps(check(models.vision(), candidate=wrong).to_dict(), allow_nan=False))
-    assert {
-        "schema_version",
-        "ok",
-        "verdict",
-        "first_divergence",
-        "origins",
-        "counts",
-        "pairs",
-        "skipped",
-        "environment",
-    } <= set(data)
-    first = {
-        "level",
-        "step",
-        "site",
-        "node",
-        "candidate_site",
-        "source",
-        "verdict",
-        "noise_ratio",
-        "bound_ratio",
-        "introduced",
-        "inherited",
-        "hints",
-    }
-    assert first <= set(data["first_divergence"])
-    counts = {
-        "compared",
-        "identical",
-        "rounding",
-        "suspicious",
-        "wrong",
-        "inherited",
-        "unmatched_baseline",
-        "unmatched_candidate",
-        "not_recorded",
-    }
-    assert counts <= set(data["counts"])
     assert data["counts"]["compared"] == len(data["pairs"])
 
 
