@@ -20,7 +20,7 @@ from glassengine.errors import shortened
 from glassengine.reading.files import printable
 from glassengine.report import words
 from glassengine.report.table import VERDICT_STYLES, Screen, mark, new_table
-from glassengine.report.terminal_check import because, compared, drift_table, following, short_source
+from glassengine.report.terminal_check import because, compared, drift_table, following, lines_of
 from glassengine.report.words import of_side
 from glassengine.results import VERDICTS, Comparison, Figures, Pair, Skipped, Summary, tally_of
 from glassengine.results.comparison import SeriesComparison
@@ -125,13 +125,7 @@ def _divergence(result: Comparison) -> Iterator[Text]:
     yield Text(f"\nfirst divergence: step {found.step}{phase}, {found.site}{rank}", style="bold")
     if found.node:
         yield Text(f"  node     {found.node}")
-    if found.source:
-        yield Text(f"  baseline {short_source(found.source)}")
-    there = "" if found.candidate_site == found.site else found.candidate_site
-    if found.candidate_source and found.candidate_source != found.source:
-        there += f"{', ' if there else ''}{short_source(found.candidate_source)}"
-    if there:
-        yield Text(f"  candidate {there}")
+    yield from lines_of(found)
     if pair is not None and pair.figures is not None and pair.figures.worst_index is not None:
         yield Text(f"  worst    {_worst(pair.figures)}")
     elif pair is not None and pair.reason:
