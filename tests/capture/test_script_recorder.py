@@ -354,8 +354,8 @@ def test_f19_a_pool_of_spawned_processes_that_is_left_open(tmp_path: Path) -> No
     assert opened.complete and opened.steps == [0, 1]
 
 
-@pytest.mark.parametrize("how", ["record", "auto"])
-def test_f20_a_session_after_something_looked_up_its_package(tmp_path: Path, how: str) -> None:
+def save_double(path: Path) -> None:
+    """Write an ONNX file that doubles two numbers."""
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
     helper, kind = onnx.helper, onnx.TensorProto.FLOAT
@@ -365,8 +365,12 @@ def test_f20_a_session_after_something_looked_up_its_package(tmp_path: Path, how
         [helper.make_tensor_value_info("x", kind, [2])],
         [helper.make_tensor_value_info("y", kind, [2])],
     )
-    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    onnx.save(made, tmp_path / "double.onnx")
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+
+
+@pytest.mark.parametrize("how", ["record", "auto"])
+def test_f20_a_session_after_something_looked_up_its_package(tmp_path: Path, how: str) -> None:
+    save_double(tmp_path / "double.onnx")
     (tmp_path / "net.py").write_text(
         ("import glassengine.auto\n" if how == "auto" else "") + "import importlib.util\n"
         "assert importlib.util.find_spec('onnxruntime') is not None\n"

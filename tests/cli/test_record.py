@@ -18,6 +18,7 @@ from glassengine.errors import UsageError
 from glassengine.recording import background as worker
 from glassengine.recording.reader import Recording
 from tests import children
+from tests.capture.test_script_recorder import save_double
 from tests.test_writing import largest_file
 
 FACTORIES = """
@@ -229,18 +230,7 @@ def test_one_import_records(tmp_path: Path) -> None:
 
 
 def test_sessions_of_onnx_runtime(tmp_path: Path) -> None:
-    onnx = pytest.importorskip("onnx")
-    pytest.importorskip("onnxruntime")
-    helper = onnx.helper
-    kind = onnx.TensorProto.FLOAT
-    graph = helper.make_graph(
-        [helper.make_node("Add", ["x", "x"], ["y"])],
-        "double",
-        [helper.make_tensor_value_info("x", kind, [2])],
-        [helper.make_tensor_value_info("y", kind, [2])],
-    )
-    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    onnx.save(made, tmp_path / "double.onnx")
+    save_double(tmp_path / "double.onnx")
     (tmp_path / "serve.py").write_text(
         "import numpy, onnxruntime\n"
         "session = onnxruntime.InferenceSession('double.onnx')\n"
