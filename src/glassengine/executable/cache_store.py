@@ -150,10 +150,6 @@ def _has_other_calls(found: Iterable[KeyDifference]) -> bool:
     return any(difference.name == "calls" for difference in found)
 
 
-def _listed(found: Iterable[KeyDifference]) -> str:
-    return shortened(found, 4, joint="; ")
-
-
 _MANIFEST, _FILES, _USES = "manifest.json", "files", "uses"
 _MAX_MANIFEST_BYTES = 4 << 20
 _CHUNK = 1 << 20
