@@ -132,14 +132,14 @@ def test_a_failing_test_shows_the_screen_and_leaves_junit_and_sarif(
     assert (
         of_wrong["glass.site"] == "./silu.0" and of_wrong["glass.hint"] == "silu in the baseline, gelu in the candidate"
     )
-    assert of_wrong["glass.candidate_source"].startswith("models.py:15: hidden = ")
+    assert of_wrong["glass.candidate_source"].startswith("models.py:18: hidden = ")
     assert properties["test_right"]["glass.ok"] == "true" and properties["test_without"] == {}
 
     log = json.loads((project.path / "out/glass.sarif").read_text())
     jsonschema.Draft4Validator(json.loads(SCHEMA.read_text())).validate(log)
     (found,) = log["runs"][0]["results"]
     place = found["locations"][0]["physicalLocation"]
-    assert place["artifactLocation"]["uri"] == "models.py" and place["region"]["startLine"] == 15
+    assert place["artifactLocation"]["uri"] == "models.py" and place["region"]["startLine"] == 18
     assert len(list((project.path / "out").glob("*.json"))) == 2
     assert len(list((project.path / "out").glob("*/index.html"))) == 2
 
