@@ -347,7 +347,7 @@ class Reference:
             return None
         index = tuple(int(i) for i in differs.nonzero()[0])
         kind = f"{int(differs.sum())} non-finite or mask values differ"
-        return f"{kind}, first at {list(index)}: {float(value[index])} for {float(self.exact[index])}"
+        return f"{kind}, first at {list(index)}: {value[index]:.6g} for {self.exact[index]:.6g}"
 
     def _of_kind(self, candidate: torch.Tensor) -> Judgement:
         """Measure another kind of number, and complex ones by their parts."""

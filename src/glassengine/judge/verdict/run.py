@@ -194,9 +194,13 @@ def compare_export(scores: Sequence[Score], node: str, reference: Reference, whe
     for name in ours.keys() & theirs.keys():
         if export.program.output_nodes.get(name) != node or not ours[name].is_floating_point():
             continue
-        is_alike = ours[name].shape == theirs[name].shape == reference.exact.shape
-        # The floor is that of the baseline: a difference of two runs of the candidate has the same size.
-        if not is_alike or reference.judge(reference.exact + (ours[name].double() - theirs[name])).verdict == "wrong":
+        one, other = ours[name].double(), theirs[name]
+        is_alike = one.shape == other.shape == reference.exact.shape
+        # The floor is that of the baseline: a difference of two runs of the candidate has the same size. NaN is alike.
+        if is_alike:
+            apart = (one - other).masked_fill((one == other) | (one.isnan() & other.isnan()), 0)
+            is_alike = reference.judge(reference.exact + apart).verdict != "wrong"
+        if not is_alike:
             export.unlike = f"{name} in {where[0]}, step {where[1]}"
 
 
