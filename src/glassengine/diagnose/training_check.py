@@ -152,8 +152,8 @@ def check_training(
     reason = "a buffer that the forward writes is not judged: running statistics, say"
     found.skipped += [Skipped(name, "both", reason, level="update") for name in steps[-1].buffers_written]
     names = [
-        type(_plain(module)).__name__ if isinstance(target, nn.Module | None) else str(target)
-        for target, module in ((baseline, trusted), (candidate, other))
+        type(_plain(module)).__name__ if isinstance(target, nn.Module) else str(target)
+        for target, module in ((baseline, trusted), (baseline if candidate is None else candidate, other))
     ]
     return found.conclude(names[0], names[1], Policy(fail_on, min_coverage))
 
