@@ -35,13 +35,7 @@ def made(family: str) -> Any:
 def gemma2(vocab_size: int) -> Any:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "vocab_size": vocab_size,
-        "head_dim": 16,
-    }
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 16, "sliding_window": 4}
     torch.manual_seed(0)
     return Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, vocab_size=vocab_size, max_position_embeddings=64)).eval()
