@@ -204,6 +204,17 @@ def _divergence(result: Comparison, found: Divergence) -> Iterator[Text]:
         yield Text(f"  in       {words.level(found.level)}, {step_of(result, found)}: {found.verdict}")
     if found.where:
         yield Text(f"  where    {found.where}: {found.group}")
+    yield from lines_of(found)
+    yield Text(f"  error    {words.size(words.pair_of(found, result.pairs))}")
+    # What kind of mistake it is, and where its test is, is never cut off, however long the names of files are.
+    for hint in found.hints[:1]:
+        yield from _hint(hint)
+    if found.reproduction:
+        yield Text(f"  test     python {Path(found.reproduction) / 'test_repro.py'}")
+
+
+def lines_of(found: Divergence) -> Iterator[Text]:
+    """Yield where a divergence is in the code of both sides."""
     if found.source:
         yield Text(f"  baseline {short_source(found.source)}")
     there = "" if found.candidate_site == found.site else found.candidate_site
@@ -211,12 +222,6 @@ def _divergence(result: Comparison, found: Divergence) -> Iterator[Text]:
         there += f"{', ' if there else ''}{short_source(found.candidate_source)}"
     if there:
         yield Text(f"  candidate {there}")
-    yield Text(f"  error    {words.size(words.pair_of(found, result.pairs))}")
-    # What kind of mistake it is, and where its test is, is never cut off, however long the names of files are.
-    for hint in found.hints[:1]:
-        yield from _hint(hint)
-    if found.reproduction:
-        yield Text(f"  test     python {Path(found.reproduction) / 'test_repro.py'}")
 
 
 def _hint(hint: Hint) -> Iterator[Text]:

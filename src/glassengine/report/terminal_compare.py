@@ -16,10 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from glassengine.compare.judge import severity
+from glassengine.errors import shortened
 from glassengine.reading.files import printable
 from glassengine.report import words
 from glassengine.report.table import VERDICT_STYLES, Screen, mark, new_table
-from glassengine.report.terminal_check import because, compared, drift_table, following, short_source
+from glassengine.report.terminal_check import because, compared, drift_table, following, lines_of
 from glassengine.report.words import of_side
 from glassengine.results import VERDICTS, Comparison, Figures, Pair, Skipped, Summary, tally_of
 from glassengine.results.comparison import SeriesComparison
@@ -124,13 +125,7 @@ def _divergence(result: Comparison) -> Iterator[Text]:
     yield Text(f"first divergence: step {found.step}{phase}, {found.site}{rank}", style="bold")
     if found.node:
         yield Text(f"  node     {found.node}")
-    if found.source:
-        yield Text(f"  baseline {short_source(found.source)}")
-    there = "" if found.candidate_site == found.site else found.candidate_site
-    if found.candidate_source and found.candidate_source != found.source:
-        there += f"{', ' if there else ''}{short_source(found.candidate_source)}"
-    if there:
-        yield Text(f"  candidate {there}")
+    yield from lines_of(found)
     if pair is not None and pair.figures is not None and pair.figures.worst_index is not None:
         yield Text(f"  worst    {_worst(pair.figures)}")
     elif pair is not None and pair.reason:
@@ -174,9 +169,7 @@ def _remarks(pairs: Sequence[Pair]) -> Iterator[Text]:
         if any(notes):
             remarks.setdefault("; ".join(filter(None, notes)), []).append(pair.site)
     for note, sites in remarks.items():
-        names = list(dict.fromkeys(sites))
-        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-        yield Text(f"  {', '.join(names[:_MAX_NAMES])}{more}: {note}")
+        yield Text(f"  {shortened(dict.fromkeys(sites), _MAX_NAMES)}: {note}")
 
 
 def _passed(figures: Figures | None) -> tuple[str, str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from glassengine.errors import shortened
 from glassengine.reading.files import printable
 from glassengine.results import (
     FLAGGED,
@@ -447,8 +448,7 @@ def _tokens(column: EngineColumn, total: int) -> str:
 
 
 def _names(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return f"{len(names)}: {', '.join(names[:_MAX_NAMES])}{more}" if names else "none"
+    return f"{len(names)}: {shortened(names, _MAX_NAMES)}" if names else "none"
 
 
 def _bytes(size: float) -> str:

@@ -33,7 +33,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.blocks import agree
-from glassengine.numerics.float64 import target_of
+from glassengine.numerics.float64 import is_real, target_of
 from glassengine.numerics.judgement import Judgement, unit_roundoff
 from glassengine.numerics.mask_values import HIDDEN
 from glassengine.ops.row import OpTraits
@@ -380,7 +380,7 @@ class _Lane(OtherValues):
     def mark(self, node: Node) -> bool:
         """Put NaN into the value of a node; return whether that is possible."""
         value = self._values[node]
-        is_possible = _is_float(value) and self._mask.shape == value.shape
+        is_possible = is_real(value) and self._mask.shape == value.shape
         if is_possible:
             self.perturbed[node] = torch.where(self._mask, torch.nan, value)
         return is_possible
@@ -397,9 +397,9 @@ class _Lane(OtherValues):
             return False
         leaves = pytree.tree_leaves(self._values.get(node))
         ranks = traits.choice is not None and traits.choice.places
-        if node.op == "output" or traits.is_arbitrary or ranks or not all(_is_float(leaf) for leaf in leaves):
+        if node.op == "output" or traits.is_arbitrary or ranks or not all(is_real(leaf) for leaf in leaves):
             return True
-        decide = [s for s in node.all_input_nodes if s in varying and not _is_float(self._values[s])]
+        decide = [s for s in node.all_input_nodes if s in varying and not is_real(self._values[s])]
         # The bounds of a part may be sizes of what is given.
         hides = node in self._scores
         if traits.selects and not hides and any(isinstance(self._values[s], (torch.Tensor, int)) for s in decide):
@@ -428,7 +428,3 @@ def _of_inputs(program: Program) -> set[Node]:
         if is_given or any(source in found for source in node.all_input_nodes):
             found.add(node)
     return found
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -30,7 +30,7 @@ from glassengine.numerics.exemptions import BELOW, DRAWN, PADDING, TIES, UNREAD,
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.mask_values import is_finite
 from glassengine.numerics.tolerance import tolerance
-from glassengine.numerics.verdict import TIED, Reference
+from glassengine.numerics.verdict import TIED, Reference, SameBits
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.program import Program
 from glassengine.results import FLAGGED, VERDICTS, Divergence, Figures, Pair, Skipped, TensorValues, worst
@@ -253,6 +253,8 @@ class Score:
         9. softening    wrong becomes suspicious where it cannot matter: `conclude.softened`
         10. results     `results.Findings.conclude` has the rule of `ok`
 
+        Where all sides have the program's bits in the whole step, `reference` is `SameBits`, and 2 to 4 are left out.
+
         Args:
             node: Of the baseline program.
             reference: Of its value in this step.
@@ -354,6 +356,9 @@ class Score:
         cache_axis = self.program.sites.by_node[node.name][0].axes.get("cache")
         tensor = completed(observed.tensor, reference.native, cache_axis, self._num_seen)
         replay, replayed = self.side.replay, None
+        if isinstance(reference, SameBits):
+            introduced = None if replay is None else False
+            return Judged(tensor, reference.judge(tensor), introduced, is_clean=True, exempt=reference.known.exempt)
         # What a replay finds right keeps the ratio of the replay.
         accumulated = reference.judge(tensor, roughly=replay is not None)
         is_clean = accumulated.verdict not in FLAGGED
