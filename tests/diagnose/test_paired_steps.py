@@ -96,6 +96,31 @@ def test_a_callback_gets_the_first_difference_alone() -> None:
     assert steps.conclusion() is one and steps.num_steps == 3
 
 
+class WrittenBetween(nn.Module):
+    """What one module returns is written to before the next is given it."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.first, self.second, self.factor = nn.Identity(), nn.Identity(), factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        between: torch.Tensor = self.first(x + 1)
+        found: torch.Tensor = self.second(between.mul_(self.factor))
+        return found
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_tensor_is_compared_as_each_module_is_given_it(mode: type[torch.no_grad]) -> None:
+    sides = [WrittenBetween(factor) for factor in (1.5, 1.25)]
+    with (
+        pytest.raises(AssertionError, match=r"first divergence: step 0, second:in\[0\]"),
+        watch_modules(*sides),
+        mode(),
+    ):
+        for side in sides:
+            side(torch.ones(4))
+
+
 def test_rounding_raises_nothing() -> None:
     model, other = _both()
     with torch.no_grad():
