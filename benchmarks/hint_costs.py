@@ -41,11 +41,6 @@ EXPLAINED = (
 UNEXPLAINED = ("noise on the scores", "noise on the gate", "cubic norm", "wave in the activation", "noisy logits")
 
 
-def _noise(like: Tensor, share: float) -> Tensor:
-    drawn = torch.randn(like.shape, generator=torch.Generator().manual_seed(11))
-    return share * drawn * like.detach().std()
-
-
 def _written() -> tuple[Any, Any]:
     """Return the module of ports by hand, in the sizes of this benchmark, and the port with more mistakes."""
     sys.path.insert(0, str(_WRITTEN))

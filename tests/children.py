@@ -28,6 +28,7 @@ import threading
 import time
 import types
 import warnings
+from collections.abc import Iterable
 from multiprocessing import process as processes
 from pathlib import Path
 from typing import Any
@@ -82,21 +83,31 @@ class Popen(subprocess.Popen[Any]):
 def run(
     command: list[Any], *, input: str | None = None, check: bool = False, timeout: float | None = None, **options: Any
 ) -> subprocess.CompletedProcess[Any]:
-    """Do what `subprocess.run` does."""
+    """Do what `subprocess.run` does, and keep what it writes as text; with `check` it has to end well."""
     if input is not None:
         options["stdin"] = subprocess.PIPE
-    if options.pop("capture_output", False):
-        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
     with Popen(command, **options) as process:
         try:
             out, error = process.communicate(input, timeout=timeout)
         except BaseException:
             process.kill()
             raise
-    done = subprocess.CompletedProcess(process.args, process.returncode, out, error)
-    if check:
-        done.check_returncode()
-    return done
+    assert not check or process.returncode == 0, error
+    return subprocess.CompletedProcess(process.args, process.returncode, out, error)
+
+
+def run_ranks(commands: Iterable[list[Any]], *, timeout: float = 300, **options: Any) -> None:
+    """Run Python with each of some words at the same time, on one thread each: ranks that all have to end well."""
+    surroundings = {**options.pop("env", os.environ), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    options |= {"env": surroundings, "stderr": subprocess.PIPE, "text": True}
+    running = [Popen([sys.executable, *command], **options) for command in commands]
+    try:
+        errors = [process.communicate(timeout=timeout)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert not any(process.returncode for process in running), "\n".join(errors)
 
 
 def started_as_copies(imports: tuple[str, ...]) -> types.SimpleNamespace:

@@ -108,7 +108,7 @@ LONGEST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A shell starts jobs in the background with Ctrl-C ignored, and every process that tests send it to would inherit that.
+    # A shell starts background jobs with Ctrl-C ignored; processes that tests send it to would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # pytest-xdist would put files with few tests last, and among them are the longest.

@@ -49,7 +49,7 @@ def test_descriptors_are_passed_on() -> None:
     read, write = os.pipe()
     code = "import os, sys; os.write(int(sys.argv[1]), b'through'); print(sys.argv[2] in os.listdir('/proc/self/fd'))"
     words = [sys.executable, "-c", code, str(write), str(read)]
-    done = children.run(words, pass_fds=(write,), capture_output=True, text=True)
+    done = children.run(words, pass_fds=(write,))
     assert done.stdout == "False\n" and os.read(read, 20) == b"through"
     os.close(read)
     os.close(write)
@@ -85,12 +85,12 @@ def test_signals_reach_it_and_it_is_waited_for() -> None:
 
 def test_torch_is_there_and_nothing_of_this_package() -> None:
     code = "import sys; print('torch' in sys.modules, [name for name in sys.modules if 'glass' in name])"
-    assert children.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True []\n"
+    assert children.run([sys.executable, "-c", code], check=True).stdout == "True []\n"
 
 
 @pytest.mark.parametrize(("words", "variables"), [(["-I"], {}), ([], {"PYTHONHASHSEED": "1"})])
 def test_what_cannot_be_copied_begins_afresh(words: list[str], variables: dict[str, str]) -> None:
     code = "import sys; print('torch' in sys.modules)"
     command = [sys.executable, *words, "-c", code]
-    done = children.run(command, capture_output=True, text=True, env=os.environ | variables)
+    done = children.run(command, env=os.environ | variables)
     assert (done.returncode, done.stdout) == (0, "False\n")

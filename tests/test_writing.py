@@ -133,7 +133,7 @@ def test_a_directory_is_held_while_the_block_runs(tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _largest_file(num_bytes: int) -> Iterator[None]:
+def largest_file(num_bytes: int) -> Iterator[None]:
     """Let writing fail beyond so many bytes of a file, as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
@@ -159,7 +159,7 @@ def test_s10_archives_that_do_not_fit_are_errors_of_the_system(
 ) -> None:
     """torch ends the process where a write of its own fails while it closes an archive."""
     value = torch.arange(100_000)
-    with _largest_file(num_bytes), pytest.raises(OSError, match="File too large") as caught:
+    with largest_file(num_bytes), pytest.raises(OSError, match="File too large") as caught:
         save(value, tmp_path / "x")
     assert caught.value.errno == errno.EFBIG and caught.value.filename == str(tmp_path / "x")
     save(value, tmp_path / "y")

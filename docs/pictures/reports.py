@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 SCREEN = {"width": 1280, "height": 800}
 NARROW = {"width": 400, "height": 800}
-COLORS = 48
+COLORS = 64
 
 Case = Callable[[Any, str], None]
 
@@ -116,7 +116,7 @@ def _screenshot(page: Any, name: str) -> None:
     file = HERE / f"report-{name}.png"
     page.screenshot(path=str(file))
     with Image.open(file) as picture:
-        small = picture.convert("RGB").quantize(COLORS, dither=Image.Dither.NONE)
+        small = picture.convert("RGB").quantize(COLORS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
     small.save(file, optimize=True)
 
 

@@ -108,6 +108,13 @@ def first_line(error: object) -> str:
     return next((line for line in lines if not _PLACE_ONLY.fullmatch(line)), lines[0] if lines else "")
 
 
+def shortened(names: Iterable[object], most: int, *, joint: str = ", ") -> str:
+    """Return the first `most` names, and how many more there are."""
+    listed = list(map(str, names))
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return joint.join(listed[:most]) + more
+
+
 def nearest(name: str, available: Iterable[str], limit: int = 5) -> list[str]:
     """Return up to `limit` of `available`, most similar to `name` first.
 

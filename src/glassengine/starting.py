@@ -10,11 +10,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from glassengine import environment
+
+_MOST_WORDS = 400
 
 
 def python(module: str, *words: str) -> list[str]:
@@ -40,6 +43,15 @@ def run(
 ) -> subprocess.CompletedProcess[Any]:
     """Do what `subprocess.run` does; without `env` in `surroundings()`."""
     return subprocess.run(command, env=surroundings() if env is None else env, **options)  # noqa: S603
+
+
+def run_silently(command: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> tuple[int, str]:
+    """Run a command without its input and outputs; return its exit status and the last line of its standard error."""
+    with tempfile.TemporaryFile() as errors:
+        done = run(command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors)
+        errors.seek(max(0, errors.tell() - _MOST_WORDS))
+        lines = errors.read().decode(errors="replace").strip().splitlines()
+    return done.returncode, lines[-1] if lines else ""
 
 
 def start(command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[Any]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +20,7 @@ from glassengine.capture.record import record
 from glassengine.compare import compare
 from glassengine.recording.reader import Recording
 from glassengine.testing.models import llama
+from tests import children
 
 
 class Served(nn.Module):
@@ -218,20 +216,7 @@ distributed.destroy_process_group()
 def test_f13_stages_of_torchs_own_pipeline(tmp_path: Path) -> None:
     script = tmp_path / "stages.py"
     script.write_text(PIPELINE)
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path), str(tmp_path / "store"), str(rank)],
-            env=one_thread, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        errors = [process.communicate(timeout=120)[1] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0, 0], "\n".join(errors)
+    children.run_ranks([str(script), str(tmp_path), str(tmp_path / "store"), str(rank)] for rank in range(2))
     assert Recording.open(tmp_path / "ranks" / "rank0").steps == [0, 1, 2, 3]
     result = compare(tmp_path / "one", tmp_path / "ranks")
     assert (result.ok, result.coverage) == (True, 1.0), result.first_divergence

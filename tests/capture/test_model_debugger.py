@@ -18,23 +18,10 @@ import glassengine as glass
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.recording.source import TensorSource, open_source
 from glassengine.testing.models import gemma3, gpt2, llama
+from tests.capture.test_record import Calls
 
 IDS = torch.tensor([[5, 6, 7]])
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
-
-
-class Calls(nn.Module):
-    """Calls `run` on itself; made of what a test needs."""
-
-    def __init__(self, run: Any, **modules: nn.Module) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.run = run
-        for name, module in modules.items():
-            self.add_module(name, module)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(self, *args, **kwargs)
 
 
 def debug(model: nn.Module, path: Path, *args: Any, use_repr: bool = False, **kwargs: Any) -> TensorSource:

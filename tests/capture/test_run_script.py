@@ -107,7 +107,7 @@ def test_f19_a_recorded_script_ends_as_with_python(tmp_path: Path, how: str) -> 
     (tmp_path / "script.py").write_text(first + textwrap.dedent(SCRIPT))
     record = [] if how == "auto" else ["-m", "glassengine", "record", "-o", "glass-recording", "--"]
     command = [sys.executable, *record, "script.py"]
-    done = children.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = children.run(command, cwd=tmp_path, timeout=60)
     assert (done.returncode, done.stdout) == (0, "(2,)\nend\n"), done.stderr
     opened = Recording.open(tmp_path / "glass-recording" / "Linear")
     assert opened.complete and opened.steps == [0, 1, 2]

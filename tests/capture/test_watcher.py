@@ -202,7 +202,7 @@ with glass.record(model, sys.argv[1], watch=glass.Watch(every=10, before=1)) as 
 
 
 def test_a_process_that_is_killed_leaves_its_series_and_the_steps_that_were_recorded(tmp_path: Path) -> None:
-    done = children.run([sys.executable, "-c", KILLED, str(tmp_path / "run")], check=False)
+    done = children.run([sys.executable, "-c", KILLED, str(tmp_path / "run")])
     assert done.returncode == -signal.SIGKILL
     recording = glass.Recording.open(tmp_path / "run")
     assert recording.steps == [0, 9, 10, 19, 20, 29, 30] and not recording.complete

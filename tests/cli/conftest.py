@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -28,10 +28,3 @@ def engine_directory(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory,
     directory = tmp_path_factory.mktemp("engines") / "tiny"
     with exporting_once():
         return glass.build(checkpoint, directory, backend="eager", add_output=OUTPUTS).directory
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _export_once(exporting_once: ExportingOnce) -> Iterator[None]:
-    """Most of what these tests cost is the export of equal models."""
-    with exporting_once():
-        yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import shlex
@@ -17,22 +16,8 @@ import glassengine as glass
 from glassengine import asked
 from glassengine.cli import foreign
 from glassengine.cli.main import load_command, main
-
-PROMPT = "Hey, are you conscious?"
-
-
-load_once = functools.cache(glass.load)
-
-
-@pytest.fixture(autouse=True)
-def engines_are_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading takes longer than generating a few tokens."""
-    monkeypatch.setattr(glass, "load", load_once)
-
-
-def run(*arguments: object) -> int:
-    return main(["run", *map(str, arguments)])
-
+from tests.cli.test_run import PROMPT, run
+from tests.cli.test_run import engines_are_loaded_once as engines_are_loaded_once
 
 WORDS_OF_DITTO = r"""
 DEBUG_ARTIFACTS_DIR=./artifacts/ditto-run \

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import resource
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +18,8 @@ from glassengine.errors import UsageError
 from glassengine.recording import background as worker
 from glassengine.recording.reader import Recording
 from tests import children
+from tests.capture.test_script_recorder import save_double
+from tests.test_writing import largest_file
 
 FACTORIES = """
 import torch
@@ -158,10 +157,7 @@ def run_script(
         [sys.executable, *command],
         imports=children.COMPILING,
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
         timeout=600,
-        check=False,
         env={**os.environ, **variables},
     )
 
@@ -234,18 +230,7 @@ def test_one_import_records(tmp_path: Path) -> None:
 
 
 def test_sessions_of_onnx_runtime(tmp_path: Path) -> None:
-    onnx = pytest.importorskip("onnx")
-    pytest.importorskip("onnxruntime")
-    helper = onnx.helper
-    kind = onnx.TensorProto.FLOAT
-    graph = helper.make_graph(
-        [helper.make_node("Add", ["x", "x"], ["y"])],
-        "double",
-        [helper.make_tensor_value_info("x", kind, [2])],
-        [helper.make_tensor_value_info("y", kind, [2])],
-    )
-    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    onnx.save(made, tmp_path / "double.onnx")
+    save_double(tmp_path / "double.onnx")
     (tmp_path / "serve.py").write_text(
         "import numpy, onnxruntime\n"
         "session = onnxruntime.InferenceSession('double.onnx')\n"
@@ -259,17 +244,6 @@ def test_sessions_of_onnx_runtime(tmp_path: Path) -> None:
     assert torch.equal(opened.tensor(".:in.x", 1), torch.ones(2))
 
 
-@contextlib.contextmanager
-def _largest_file(num_bytes: int) -> Iterator[None]:
-    """Let writing fail beyond so many bytes of a file, as a full disk does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_disk_that_fills_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "net.py").write_text(
         "import torch\n"
@@ -277,7 +251,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "def inputs():\n    return [{'input': torch.full((1024, 256), float(step))} for step in range(12)]\n"
     )
     net = tmp_path / "net.py"
-    with _largest_file((1 << 18) + (6 << 20)):
+    with largest_file((1 << 18) + (6 << 20)):
         status = main(["record", f"{net}:model", "--inputs", f"{net}:inputs", "-o", str(tmp_path / "r")])
     said = capsys.readouterr().err
     assert status == 2 and "the recording cannot be written" in said
@@ -297,7 +271,7 @@ def test_a_disk_that_fills_up_while_an_engine_runs(
     whole = Recording.open(tmp_path / "whole")
     half = sum(entry.nbytes for entry in whole.entries) // 2
     capsys.readouterr()
-    with _largest_file((1 << 18) + half):
+    with largest_file((1 << 18) + half):
         status = main([*command, str(tmp_path / "r")])
     said = capsys.readouterr().err
     assert status == 2 and "the recording cannot be written" in said and "completed steps are safe" in said

@@ -52,10 +52,7 @@ def glass(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         imports=children.COMPILING,
         cwd=cwd,
         env={name: os.environ[name] for name in kept if name in os.environ},
-        capture_output=True,
-        text=True,
         timeout=300,
-        check=False,
     )
 
 
@@ -69,10 +66,7 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [sys.executable, str(script), str(folder / "snapshots"), "eager"],
         imports=children.COMPILING,
         cwd=folder,
-        capture_output=True,
-        text=True,
         timeout=300,
-        check=False,
     )
     assert done.returncode == 1 and "NonFiniteError" in done.stderr, done.stderr
     script.unlink()

@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 import glassengine as glass
-from glassengine.backends import registry
-from glassengine.backends.eager import EagerBackend
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.program.kinds import causal_lm
 from glassengine.results import Comparison
 from glassengine.testing import models
+from tests.diagnose.ladder.test_levels import PlantedBackend, use
 
 
 def check(baseline: nn.Module, **options: Any) -> Comparison:
@@ -221,47 +220,28 @@ def test_a_mistake_in_our_own_wrapper_shows_on_the_first_level(monkeypatch: pyte
     assert verdicts(result)["engine"] == "identical", "the engine does what the (wrong) program says"
 
 
-class ObservedBackend(EagerBackend):
+class ObservedBackend(PlantedBackend):
     """Planted: its answer is right only when somebody looks."""
 
-    def load(self, directory: Path, weights: Any) -> Any:
-        run = super().load(directory, weights)
-
-        def planted(inputs: Any) -> Any:
-            outputs = run(inputs)
-            if not any(name.startswith("dbg.") for name in outputs):
-                outputs["logits"] = outputs["logits"] * 1.01
-            return outputs
-
-        return planted
+    def changed(self, inputs: Any, outputs: Any) -> Any:
+        if not any(name.startswith("dbg.") for name in outputs):
+            outputs["logits"] = outputs["logits"] * 1.01
+        return outputs
 
 
-class WrongKernelBackend(EagerBackend):
+class WrongKernelBackend(PlantedBackend):
     """Planted: one op of the fused engine is wrong, in decode only."""
 
-    def load(self, directory: Path, weights: Any) -> Any:
-        run = super().load(directory, weights)
-
-        def planted(inputs: Any) -> Any:
-            outputs = run(inputs)
-            if inputs["input_ids"].shape[1] == 1 and "dbg.silu_1" in outputs:
-                outputs["dbg.silu_1"] = outputs["dbg.silu_1"] + 1e-3
-            return outputs
-
-        return planted
-
-
-def use(monkeypatch: pytest.MonkeyPatch, backend: type[EagerBackend]) -> None:
-    find = registry.find_backend
-    monkeypatch.setattr(registry, "find_backend", lambda name: backend() if name == "planted" else find(name))
-    monkeypatch.setattr("glassengine.engine.run.engine.find_backend", registry.find_backend)
+    def changed(self, inputs: Any, outputs: Any) -> Any:
+        if inputs["input_ids"].shape[1] == 1 and "dbg.silu_1" in outputs:
+            outputs["dbg.silu_1"] = outputs["dbg.silu_1"] + 1e-3
+        return outputs
 
 
 def test_a_backend_that_answers_differently_when_outputs_are_added(
     llama: nn.Module, monkeypatch: pytest.MonkeyPatch, token_ids: str
 ) -> None:
     use(monkeypatch, ObservedBackend)
-    monkeypatch.setattr(ObservedBackend, "name", "planted")
     result = check(llama, backend="planted", inputs=token_ids)
     found = result.first_divergence
     assert not result.ok and verdicts(result)["engine"] == "identical" and verdicts(result)["release"] == "wrong"
@@ -275,7 +255,6 @@ def test_a_wrong_kernel_is_named_by_op_and_step(
     llama: nn.Module, monkeypatch: pytest.MonkeyPatch, token_ids: str
 ) -> None:
     use(monkeypatch, WrongKernelBackend)
-    monkeypatch.setattr(WrongKernelBackend, "name", "planted")
     result = check(llama, backend="planted", inputs=token_ids)
     found = result.first_divergence
     assert found is not None and (found.level, found.step) == ("engine", 1)
@@ -317,7 +296,7 @@ def test_plain_modules_are_checked_too(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_models_with_nothing_in_common_are_refused_or_not_ok(llama: nn.Module, token_ids: str) -> None:
-    with pytest.raises(IncomparableError, match="other inputs than the baseline"):
+    with pytest.raises(IncomparableError, match="do not match those of the baseline"):
         check(llama, candidate=models.vision(), inputs=token_ids)
     result = check(llama, candidate=models.gpt2(), inputs=token_ids, steps=0)
     assert not result.ok
@@ -344,48 +323,10 @@ def test_a_plain_module_whose_inputs_cannot_be_made_up() -> None:
         check(Nested())
 
 
-def test_the_result_is_json_with_the_documented_keys() -> None:
+def test_the_result_is_json() -> None:
     wrong: Any = models.vision()
     wrong.norm.eps = 1e-2
     data = json.loads(json.dumps(check(models.vision(), candidate=wrong).to_dict(), allow_nan=False))
-    assert {
-        "schema_version",
-        "ok",
-        "verdict",
-        "first_divergence",
-        "origins",
-        "counts",
-        "pairs",
-        "skipped",
-        "environment",
-    } <= set(data)
-    first = {
-        "level",
-        "step",
-        "site",
-        "node",
-        "candidate_site",
-        "source",
-        "verdict",
-        "noise_ratio",
-        "bound_ratio",
-        "introduced",
-        "inherited",
-        "hints",
-    }
-    assert first <= set(data["first_divergence"])
-    counts = {
-        "compared",
-        "identical",
-        "rounding",
-        "suspicious",
-        "wrong",
-        "inherited",
-        "unmatched_baseline",
-        "unmatched_candidate",
-        "not_recorded",
-    }
-    assert counts <= set(data["counts"])
     assert data["counts"]["compared"] == len(data["pairs"])
 
 

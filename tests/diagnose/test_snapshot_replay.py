@@ -183,7 +183,7 @@ def test_a_compiler_that_kills_its_process_is_cut_down_elsewhere(
     assert found is not None and found.failure == "crash" and "SIGABRT" in found.message
     assert [op.op for op in found.ops] == ["aten.relu.default"]
     command = [sys.executable, str(tmp_path / "repro" / "test_repro.py")]
-    done = children.run(command, imports=children.COMPILING, capture_output=True)
+    done = children.run(command, imports=children.COMPILING)
     assert done.returncode == -signal.SIGABRT
 
 

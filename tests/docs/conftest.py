@@ -126,14 +126,7 @@ class Runner:
     def script(self, words: list[str], files: str, rest: str | None, variables: dict[str, str]) -> str:
         """Run `python WORDS > FILES`, or `python WORDS | REST`, as a shell does."""
         environ = self.environ | variables
-        done = children.run(
-            [sys.executable, *words],
-            imports=children.COMPILING,
-            capture_output=True,
-            text=True,
-            check=False,
-            env=environ,
-        )
+        done = children.run([sys.executable, *words], imports=children.COMPILING, env=environ)
         self.status, out, error = done.returncode, done.stdout, OF_THE_MACHINE.sub("", done.stderr)
         for number, name in re.findall(r"(2?)> ?(\S+)", files):
             Path(name).write_text(error if number else out)

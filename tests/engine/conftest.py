@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -124,10 +124,3 @@ def forge() -> Callable[..., None]:
         path.write_text(json.dumps({**data, **entries}))
 
     return change
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _export_once(exporting_once: ExportingOnce) -> Iterator[None]:
-    """Most of what these tests cost is the export of equal models."""
-    with exporting_once():
-        yield

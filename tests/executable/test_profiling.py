@@ -291,7 +291,7 @@ def test_the_plugin_of_tensorboard_reads_the_trace(tmp_path: Path) -> None:
     script = tmp_path / "read.py"
     script.write_text(READ_BY_THE_PLUGIN)
     command = [sys.executable, str(script), str(taken.directory)]
-    done = children.run(command, capture_output=True, text=True, timeout=600, check=True)
+    done = children.run(command, timeout=600, check=True)
     assert json.loads(done.stdout.splitlines()[-1]) == {"worker": "rank0", "views": ["Overview", "Operator", "Trace"]}
 
 

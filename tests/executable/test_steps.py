@@ -170,7 +170,7 @@ glass.compat.add_step_closure(slow, ("never",))
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 def test_at_the_end_closures_are_drained_errors_said_and_what_never_ran_is_counted() -> None:
-    done = children.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=600)
+    done = children.run([sys.executable, "-c", SCRIPT], check=True, timeout=600)
     assert sorted(done.stdout.split()) == ["child", "parent"]
     assert "ERROR a step closure failed after the last step" in done.stderr and "ValueError: too late" in done.stderr
     assert "WARNING step closures that never ran, since no mark_step came after them: 1" in done.stderr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import glassengine as glass
 from glassengine.backends.eager import EagerBackend
 from glassengine.frontends.causes import read_guard
 from glassengine.results.backends import Compilation
+from tests.frontends.test_torch_compile import fresh as fresh
 
 GAIN = 3
 
@@ -41,13 +42,6 @@ class Model(torch.nn.Module):
 
 
 X = torch.ones(4, 3)
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(*calls: Callable[[Any], Any]) -> list[Compilation]:

@@ -588,8 +588,6 @@ def run_example(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", code],
         imports=children.COMPILING,
         env=variables | {"GLASS_CACHE_DIR": str(directory)},
-        capture_output=True,
-        text=True,
         timeout=300,
         check=True,
     )

@@ -286,8 +286,6 @@ def test_registered_by_name_without_an_import_and_explained_by_variable() -> Non
         [sys.executable, "-c", f"import torch\nprint({call})"],
         imports=children.COMPILING,
         env={**os.environ, "GLASS_EXPLAIN": "1", "PATH": ""},
-        capture_output=True,
-        text=True,
         check=True,
     )
     assert done.stdout == "tensor([2., 2.])\n"

@@ -99,7 +99,6 @@ def artifacts(here: Path, shared: Path) -> None:
     shutil.copytree(shared / "artifacts", here / "it")
 
 
-_TALK = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": [{"type": "text", "text": "yes"}]}]
 _RULES = {
     "rules": [
         {"baseline": "fc", "candidate": "fc", "baseline_ops": [{"op": "reshape", "shape": [2, 4]}]},

@@ -49,7 +49,7 @@ def run(*arguments: str, cwd: Path, timeout: float, prelude: str = "") -> subpro
     code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import {name}; {prelude}\nsys.exit({name}.main())"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, *arguments[1:]]
-    return children.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    return children.run(command, cwd=cwd, env=environment, timeout=timeout)
 
 
 def hostile(cwd: Path, records: int, timeout: float) -> dict[str, dict[str, Any]]:

@@ -22,7 +22,6 @@ CLIP: dict[str, Any] = {
     "size": {"shortest_edge": 32},
     "crop_size": {"height": 32, "width": 32},
 }
-SQUARE = {"height": 28, "width": 28}
 WHISPER: dict[str, Any] = {"feature_extractor_type": "WhisperFeatureExtractor", "chunk_length": 1}
 Function = Callable[..., Any]
 

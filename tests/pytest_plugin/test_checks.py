@@ -14,31 +14,20 @@ import pytest
 import torch
 
 import glassengine as glass
+from tests.report.conftest import REFERENCE
 
 pytest_plugins = ["pytester"]
 
 SCHEMA = Path(__file__).parent.parent / "report/sarif-2.1.0-rtm.5.json"
 # Of Jenkins, under the MIT license; from pytest's source distribution, whose own tests hold its files to it.
 SCHEMA_OF_JUNIT = Path(__file__).with_name("junit-10.xsd")
-MODELS = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x):
-        return self.down(nn.functional.silu(self.up(x)))
-
+MODELS = f"""{REFERENCE}
 class Wrong(Net):
     def forward(self, x):
         hidden = nn.functional.gelu(self.up(x))
         return self.down(hidden)
 
-INPUTS = {"x": torch.randn(4, 16, generator=torch.Generator().manual_seed(1))}
+INPUTS = {{"x": torch.randn(4, 16, generator=torch.Generator().manual_seed(1))}}
 """
 TESTS = """
 import pytest
@@ -143,14 +132,14 @@ def test_a_failing_test_shows_the_screen_and_leaves_junit_and_sarif(
     assert (
         of_wrong["glass.site"] == "./silu.0" and of_wrong["glass.hint"] == "silu in the baseline, gelu in the candidate"
     )
-    assert of_wrong["glass.candidate_source"].startswith("models.py:15: hidden = ")
+    assert of_wrong["glass.candidate_source"].startswith("models.py:18: hidden = ")
     assert properties["test_right"]["glass.ok"] == "true" and properties["test_without"] == {}
 
     log = json.loads((project.path / "out/glass.sarif").read_text())
     jsonschema.Draft4Validator(json.loads(SCHEMA.read_text())).validate(log)
     (found,) = log["runs"][0]["results"]
     place = found["locations"][0]["physicalLocation"]
-    assert place["artifactLocation"]["uri"] == "models.py" and place["region"]["startLine"] == 15
+    assert place["artifactLocation"]["uri"] == "models.py" and place["region"]["startLine"] == 18
     assert len(list((project.path / "out").glob("*.json"))) == 2
     assert len(list((project.path / "out").glob("*/index.html"))) == 2
 

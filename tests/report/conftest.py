@@ -28,24 +28,10 @@ class Net(nn.Module):
 def net():
     return Net().eval()
 """
-PORT = """
-import torch
-from torch import nn
-
-class Port(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x):
-        hidden = nn.functional.gelu(self.up(x))
-        return self.down(hidden)
-
-def net():
-    return Port().eval()
-"""
 GUILTY = "hidden = nn.functional.gelu(self.up(x))"
+PORT = REFERENCE.replace("Net", "Port").replace(
+    "return self.down(nn.functional.silu(self.up(x)))", f"{GUILTY}\n        return self.down(hidden)"
+)
 
 
 @pytest.fixture(scope="session")

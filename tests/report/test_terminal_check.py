@@ -76,7 +76,8 @@ def test_an_answer_fits_a_screen_of_25_rows(found: Comparison) -> None:
     lines = screen(crowded)
     assert len(lines) <= 25, "\n".join(lines)
     assert all(len(line) <= 100 for line in lines)
-    assert any("more lines (--json has all)" in line for line in lines)
+    assert not any("more lines" in line for line in lines), "a screen does not end in the middle"
+    assert any("more origins (--json has all)" in line for line in lines)
     assert len(screen(found)) <= 25
 
 

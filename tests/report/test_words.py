@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from glassengine.report.words import headline, hint_details, untried
+from glassengine.report.words import headline, hint_details, ratio, untried
 from glassengine.results import Comparison, Hint
 from glassengine.results.sentences import mistake
 
@@ -61,3 +61,9 @@ def test_f78_a_proven_mistake_is_the_first_line(wrong: Comparison, text: str, se
     shared = dataclasses.replace(found, candidate_source=found.source, site="./op.0")
     assert str(mistake(shared)).endswith(" (proven)") and " in m.2" not in str(mistake(shared))
     assert mistake(dataclasses.replace(found, hints=(dataclasses.replace(hint, proven=False),))) is None
+
+
+def test_a_ratio_has_three_digits_and_no_exponent_where_it_needs_none() -> None:
+    assert [ratio(value) for value in (0.208, 8062.0, 99949.0, 1e5, 9.02e36)] == [
+        "0.208", "8060", "99900", "1.00e+5", "9.02e+36",
+    ]  # fmt: skip

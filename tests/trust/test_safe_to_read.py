@@ -47,15 +47,7 @@ def watched(hand: Hand, lines: list[list[str]], warm: list[list[str]] | None = N
     environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(WATCH), str(hand.folder), str(hand.own)]
     text = "".join(json.dumps(line) + "\n" for line in [warm or [], *lines])
-    done = children.run(
-        command,
-        imports=children.MODELS,
-        input=text,
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=hand.own / "cwd",
-    )
+    done = children.run(command, imports=children.MODELS, input=text, env=environment, cwd=hand.own / "cwd")
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(answers) == len(lines), done.stderr
     return answers

@@ -22,7 +22,7 @@ from glassengine.backends.onnx.network import check_graph, list_optimized
 from glassengine.backends.protocol.backend import Capabilities, Network, Run
 from glassengine.backends.protocol.io import device_of, read_io
 from glassengine.errors import BackendError
-from glassengine.program.onnx.session import start
+from glassengine.program.onnx.session import SessionSettings, start
 from glassengine.program.onnx.translated import ELEMENT_TYPES
 from glassengine.program.representation.program import Program
 
@@ -77,10 +77,7 @@ class _Session:
         self._order = read_io(directory)
         _require_provider(onnxruntime, self._order.device)
         check_graph(directory, MODEL_FILE)
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
-        options.inter_op_num_threads = 1
-        options.log_severity_level = 4  # it colors what it logs, and what went wrong is in the error
+        options = SessionSettings({"inter_op_num_threads": 1}).options()
         providers = _PROVIDERS[self._order.device]
         self._session = start(str(directory / MODEL_FILE), options, providers)
         self._graph_outputs = [value.name for value in self._session.get_outputs()]

@@ -224,7 +224,6 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "product": lambda values: values.prod(0),
 }
 RankObserver = Callable[[int, Node, Any], None]
-_Step = Iterator[Any]
 
 
 def run_ranks(

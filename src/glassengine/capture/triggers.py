@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from glassengine.errors import GlassError
+from glassengine.errors import GlassError, shortened
 from glassengine.reading.documents import Size, parsed
 from glassengine.reading.files import open_regular, printable, shown
 from glassengine.recording.series import MEASURED, NONFINITE, Array
@@ -64,7 +64,7 @@ class NumberTriggers:
         was, self._was_nonfinite = self._was_nonfinite, bool(found.size)
         if not self._watch.nonfinite or was or not found.size:
             return []
-        return [f"not finite: {_some([names[column] for column in found[:_MOST_NAMES]], found.size)}"]
+        return [f"not finite: {shortened(map(names.__getitem__, found.tolist()), _MOST_NAMES)}"]
 
     def _beyond(self, states: Array, norms: Array, names: Sequence[str]) -> list[str]:
         factor = self._watch.norm
@@ -84,7 +84,7 @@ class NumberTriggers:
             if found.size and not self._was_beyond:
                 column = found[0]
                 what = f"{norms[column]:.6g}, beyond {factor:g} times its median {medians[column]:.6g}"
-                lines = [f"norm {what}: {_some([names[column] for column in found[:_MOST_NAMES]], found.size)}"]
+                lines = [f"norm {what}: {shortened(map(names.__getitem__, found.tolist()), _MOST_NAMES)}"]
             self._was_beyond = bool(found.size)
         self._norms[self._num_seen % WINDOW] = np.where(measured, norms, np.nan)
         self._num_seen += 1
@@ -119,11 +119,6 @@ def _medians(norms: Array) -> Array:
     ordered = np.sort(norms, axis=0)  # NaN last
     found = ordered[np.maximum(counts - 1, 0) // 2, np.arange(norms.shape[1])]
     return np.asarray(np.where(counts >= WARM_UP, found, np.nan))
-
-
-def _some(names: Sequence[str], count: int) -> str:
-    more = count - len(names)
-    return ", ".join(names) + (f" and {more} more" if more else "")
 
 
 class OutsideTriggers:

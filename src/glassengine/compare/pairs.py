@@ -18,9 +18,9 @@ from glassengine.compare.judge import PairJudge, rows_of
 from glassengine.compare.matching.maps import TensorMap
 from glassengine.compare.matching.matching import MatchedPair, Matcher, Matching, by_step
 from glassengine.numerics.tolerance import is_inexact
-from glassengine.recording.layout.entries import Lazy
 from glassengine.recording.layout.layout import STORED, Entry, num_bytes
 from glassengine.results import Skipped
+from glassengine.results.base import Lazy
 from glassengine.sites import matches as names_it
 
 BLOCK_BYTES = 256 << 20

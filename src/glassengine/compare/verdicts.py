@@ -33,10 +33,10 @@ from glassengine.compare.session import Answer, ComparisonSession, PairFindings
 from glassengine.errors import CorruptError
 from glassengine.numerics.exemptions import Ledger
 from glassengine.numerics.tolerance import is_inexact
-from glassengine.recording.layout.entries import Lazy
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.source import TensorSource
 from glassengine.results import FLAGGED, Hint, Packed, Pair
+from glassengine.results.base import Lazy
 from glassengine.sites import ROOT
 from glassengine.workers import Died, Workers
 

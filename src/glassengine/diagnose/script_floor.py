@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,6 @@ from glassengine.sites import ROOT
 
 HOW = f"{NUM_RUNS} runs of the script with every op rounded otherwise and attention written out"
 _SEED = "the seeds at its beginning: torch.manual_seed(0); random and numpy have their own"
-_MOST_WORDS = 400
 
 
 def measure_script_floor(
@@ -93,24 +91,15 @@ def measure_script_floor(
 
 
 def _run(asked: Mapping[str, Any], directory: Path, number: int, variables: Mapping[str, str] | None) -> None:
-    with tempfile.TemporaryFile() as words:
-        done = starting.run(
-            starting.python(__name__, json.dumps(asked)),
-            cwd=directory,
-            env=_surroundings(number, variables),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=words,
+    command = starting.python(__name__, json.dumps(asked))
+    status, last = starting.run_silently(command, cwd=directory, env=_surroundings(number, variables))
+    if status:
+        how = "with every op rounded otherwise" if asked["seed"] is not None else "as it is"
+        raise GlassError(
+            "the noise floor was not measured: the script failed when it ran again",
+            got=f"exit status {status} {how}: {last or 'no message'}",
+            hint="a script that can run twice: it may have found what the first run left",
         )
-        if done.returncode:
-            words.seek(max(0, words.tell() - _MOST_WORDS))
-            last = words.read().decode(errors="replace").strip().splitlines()
-            how = "with every op rounded otherwise" if asked["seed"] is not None else "as it is"
-            raise GlassError(
-                "the noise floor was not measured: the script failed when it ran again",
-                got=f"exit status {done.returncode} {how}: {last[-1] if last else 'no message'}",
-                hint="a script that can run twice: it may have found what the first run left",
-            )
 
 
 def _surroundings(number: int, variables: Mapping[str, str] | None) -> Mapping[str, str]:

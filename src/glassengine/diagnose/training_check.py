@@ -37,7 +37,6 @@ from glassengine.diagnose.training_run import (
     options_of,
     repeat_update,
     split,
-    state_of,
     step_inputs,
     train,
 )
@@ -56,6 +55,7 @@ from glassengine.numerics.float64 import double
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.verdict import Reference
 from glassengine.program.representation.program import Program
+from glassengine.program.user_code.module_state import weights_of
 from glassengine.results import (
     FLAGGED,
     Comparison,
@@ -135,13 +135,13 @@ def check_training(
     other = module_of(candidate, **options) if candidate is not None else trusted
     _require_one_model(trusted, _plain(other))
     # A compiled module shares the parameters of the one it was made from: these are put back.
-    kept = copy.deepcopy(state_of(_plain(other)))
+    kept = copy.deepcopy(weights_of(_plain(other)))
     trained = other if _plain(other) is not other else copy.deepcopy(other)
     try:
         steps = train(trained, batches, measure, optimizer_of(candidate_optimizer) if candidate_optimizer else made_by)
     finally:
         with torch.no_grad():
-            for name, tensor in state_of(_plain(other)).items():
+            for name, tensor in weights_of(_plain(other)).items():
                 tensor.copy_(kept[name])
         if trained is other:
             _plain(other).zero_grad(set_to_none=True)
@@ -152,8 +152,8 @@ def check_training(
     reason = "a buffer that the forward writes is not judged: running statistics, say"
     found.skipped += [Skipped(name, "both", reason, level="update") for name in steps[-1].buffers_written]
     names = [
-        type(_plain(module)).__name__ if isinstance(target, nn.Module | None) else str(target)
-        for target, module in ((baseline, trusted), (candidate, other))
+        type(_plain(module)).__name__ if isinstance(target, nn.Module) else str(target)
+        for target, module in ((baseline, trusted), (baseline if candidate is None else candidate, other))
     ]
     return found.conclude(names[0], names[1], Policy(fail_on, min_coverage))
 
@@ -273,7 +273,7 @@ def _without_rewrites(
 
 
 def _require_one_model(baseline: nn.Module, candidate: nn.Module) -> None:
-    ours, theirs = state_of(baseline), state_of(candidate)
+    ours, theirs = weights_of(baseline), weights_of(candidate)
     if set(ours) != set(theirs):
         alone = sorted(set(ours) ^ set(theirs))
         raise IncomparableError(

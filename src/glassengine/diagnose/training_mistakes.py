@@ -29,9 +29,9 @@ from glassengine.diagnose.training_run import (
     repeat_update,
 )
 from glassengine.judge.hypotheses.trials.hypothesis import article, short
-from glassengine.judge.hypotheses.trials.trial import FAILS, is_real
+from glassengine.judge.hypotheses.trials.trial import FAILS
 from glassengine.judge.site_pairs import SitePair
-from glassengine.numerics.float64 import double
+from glassengine.numerics.float64 import double, is_real
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.program.representation.program import Program
 from glassengine.results import TRIED, Altered, Divergence, Hint, Kind, worst

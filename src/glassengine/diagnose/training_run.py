@@ -32,7 +32,7 @@ from glassengine.program import load_inputs, load_model
 from glassengine.program.representation.outputs import is_view
 from glassengine.program.representation.program import Program
 from glassengine.program.user_code.calls import load_function, raised_by
-from glassengine.program.user_code.module_state import own_copies
+from glassengine.program.user_code.module_state import own_copies, weights_of
 from glassengine.program.user_code.tracing import fast_tracing
 from glassengine.sites import ROOT
 from glassengine.torch_versions import compiling, tracing_real_tensors
@@ -108,7 +108,7 @@ def train(
     steps = []
     for batch in batches:
         updates.zero_grad(set_to_none=True)
-        state = _copied(state_of(plain))
+        state = _copied(weights_of(plain))
         with raised_by(f"the forward of {type(plain).__name__}"):
             made = module(**own_copies(batch))
         with raised_by("the loss function"):
@@ -298,7 +298,7 @@ def gradient_program(
     Raises:
         UsageError: The step cannot be traced, or writes to a buffer.
     """
-    named = dict(values or state_of(module))
+    named = dict(values or weights_of(module))
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     places: list[str] = []
@@ -344,11 +344,6 @@ def step_inputs(state: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> dict[
     """Return parameters, buffers and tensors of one step by the names of the program's inputs."""
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     return {placeholder_name(name): tensor.detach() for name, tensor in {**state, **tensors}.items()}
-
-
-def state_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def placeholder_name(name: str) -> str:

@@ -28,7 +28,7 @@ import msgspec
 
 from glassengine import environment
 from glassengine.engine.recorded_model import RecordedModel
-from glassengine.errors import BackendError, CorruptError, UsageError
+from glassengine.errors import BackendError, CorruptError, UsageError, shortened
 from glassengine.reading.documents import converted, parsed
 from glassengine.reading.files import read_bytes, shown, user_key
 from glassengine.results import Result
@@ -77,10 +77,9 @@ def require_trust(name: str, backend: str, folder: Path, listed: Set[Path], *, o
     if trust or (ours and there <= listed):
         return
     files = sorted(path.relative_to(folder.parent).as_posix() for path in there)
-    shortened = ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
     raise UsageError(
         f"the engine {name!r} brings native code that you did not build on this machine",
-        got=shown(f"{shortened}: back-end {backend} loads it into this process, with your permissions"),
+        got=shown(f"{shortened(files, 5)}: back-end {backend} loads it into this process, with your permissions"),
         expected="an engine that you built here, or one whose builder you trust",
         hint="--trust-engine (trust=True) if you trust it, or build it here",
     )

@@ -26,7 +26,7 @@ import msgspec
 import torch
 
 from glassengine import environment
-from glassengine.errors import CorruptError, UsageError
+from glassengine.errors import CorruptError, UsageError, shortened
 from glassengine.executable.graph import CapturedGraph
 from glassengine.reading.documents import Size, read_document
 from glassengine.reading.files import open_regular, require_directory, shown
@@ -140,20 +140,14 @@ def explain_miss(wanted: Parts, stored: Iterable[tuple[str, Parts]]) -> str:
         return "nothing is stored yet"
     found, name = min(candidates, key=lambda one: (_has_other_calls(one[0]), len(one[0])))
     if not _has_other_calls(found):
-        return f"{_listed(found)} (nearest: {name})"
+        return f"{shortened(found, 4, joint='; ')} (nearest: {name})"
     rest = [difference for difference in found if difference.part not in ("graph", "inputs")]
-    also = f"; compiled otherwise, too: {_listed(rest)}" if rest else ""
+    also = f"; compiled otherwise, too: {shortened(rest, 4, joint='; ')}" if rest else ""
     return f"no entry has these operations{also}"
 
 
 def _has_other_calls(found: Iterable[KeyDifference]) -> bool:
     return any(difference.name == "calls" for difference in found)
-
-
-def _listed(found: Iterable[KeyDifference], limit: int = 4) -> str:
-    texts = [str(difference) for difference in found]
-    more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
-    return "; ".join(texts[:limit]) + more
 
 
 _MANIFEST, _FILES, _USES = "manifest.json", "files", "uses"

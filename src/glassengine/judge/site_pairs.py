@@ -25,6 +25,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.numerics.arrangements import Arrangement
+from glassengine.numerics.float64 import is_real
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node, op_name
@@ -238,17 +239,17 @@ def in_order(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, st
     """
     if len(ours) == len(theirs):
         pairs = list(zip(ours, theirs, strict=True))
-        if all(_is_float(ours[a]) == _is_float(theirs[b]) for a, b in pairs):
+        if all(is_real(ours[a]) == is_real(theirs[b]) for a, b in pairs):
             return dict(pairs)
     paired: dict[str, str] = {}
     is_one = min(len(ours), len(theirs)) == 1
-    likes = (_shape, torch.Tensor.numel, _is_float) if is_one or len(ours) == len(theirs) else (_shape, torch.numel)
+    likes = (_shape, torch.Tensor.numel, is_real) if is_one or len(ours) == len(theirs) else (_shape, torch.numel)
     for like in likes:
         for name, value in ours.items():
             if name in paired or not isinstance(value, torch.Tensor):
                 continue
             free = [(other, made) for other, made in theirs.items() if other not in paired.values()]
-            alike = (o for o, made in free if _is_float(made) == _is_float(value) and like(made) == like(value))
+            alike = (o for o, made in free if is_real(made) == is_real(value) and like(made) == like(value))
             other = next(alike, None)
             if other is not None:
                 paired[name] = other
@@ -268,7 +269,7 @@ def by_value(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, st
     apart: dict[tuple[str, str], float] = {}
     for name, value in ours.items():
         for other, made in reversed(list(theirs.items())):
-            both = type(value) is torch.Tensor and _is_float(value) and _is_float(made)
+            both = type(value) is torch.Tensor and is_real(value) and is_real(made)
             if both and _shape(value) == _shape(made):
                 error = float((made.double() - value.double()).norm())
                 apart |= {(name, other): error} if error <= _NEAR * float(value.double().norm()) else {}
@@ -283,10 +284,6 @@ def by_value(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, st
     left = {name: value for name, value in ours.items() if name not in paired}
     unpaired = {name: made for name, made in theirs.items() if name not in paired.values()}
     return paired | (in_order(left, unpaired) if left and unpaired else {})
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _shape(value: torch.Tensor) -> tuple[Any, ...]:
@@ -359,6 +356,13 @@ def passes_on(node: Node) -> bool:
     """Whether a node makes no values of its own: a cast, a view or a copy."""
     traits = traits_of(node)
     return traits.casts or traits.kind in ("copy", "reshape") or is_view(node)
+
+
+def passed_on(node: Node) -> Iterator[Node]:
+    """Yield the nodes whose values a node passes on, the nearest first."""
+    while passes_on(node) and node.args and isinstance(node.args[0], Node):
+        node = node.args[0]
+        yield node
 
 
 def origin_of(node: Node, known: Collection[str] = ()) -> Node:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -23,6 +23,11 @@ from glassengine.program.representation.naming import of_any_layout, op_name
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 CHECKED = frozenset({"_weight_norm"})
 """Ops whose arguments are checked before they are called."""
+
+
+def is_real(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether a value is a tensor of floating numbers."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def double(value: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import itertools
 import math
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,40 +78,36 @@ class _Screen:
         def rows(lines: Sequence[Text]) -> int:
             return len(lines) if options.no_wrap else sum(_height(line, console, width) for line in lines)
 
-        divergence = [] if result.first_divergence is None else list(_divergence(result, result.first_divergence))
-        top = [
-            headline(result),
-            *_results(result),
-            *because(result),
-            *following(result, self.command),
-            compared(result),
-        ]
-        weights = list(_weights(result))
         first = result.first_divergence
-        rest = [*([] if first is None else _about(result, first)), *_severity(result), *_written_differently(result)]
-        rest += _skipped(result)
+        divergence = [] if first is None else list(_divergence(result, first))
         given = list(_given(result))
-        shown = [*top, *divergence, *_prompt(result), *given, *weights]
-        # The table has its head and a rule.
-        left = _ROWS - rows(shown) - (len(result.levels) + 2) - 1
-        # What the first line says, and what one may do without.
+        shown = [headline(result), *_results(result), *because(result), *following(result, self.command)]
+        shown += [compared(result), *divergence, *_prompt(result), *given, *_weights(result)]
+        reasons, written, severity = map(list, (_skipped(result), _written_differently(result), _severity(result)))
+        beside = [] if first is None else list(_beside(first))
+        rest = [*beside, *([] if first is None else _about(result, first)), *severity, *_level_notes(result)]
+        rest += [*written, *reasons]
+        # What the first line says, and what one may do without, which goes first.
         is_named = first is not None and named_mistake(result) is not None
         repeated = list(_hint(first.hints[0]))[:1] if is_named and first is not None else []
-        extra = [*(given[-1:] if result.granularity else ()), *repeated, *_inputs(result)]
-        for line in extra:
-            if left < 1:
-                shown.remove(line)
-                left += rows([line])
-        drift = []
+        spare = [*severity, *reversed(beside), *written[1:], *(given[-1:] if result.granularity else ()), *repeated]
+        spare += [*_inputs(result), *reversed(reasons[2:])]
+        # The table has its head and a rule.
+        left = _ROWS - rows(shown) - (len(result.levels) + 2)
+        room = left - rows([line for line in rest if line not in spare])
+        tables = []
         if result.drift:
             # A comparison of two precisions asks where the signal is lost.
-            drift.append(drift_table(result.drift, left - 4))
-            left -= drift[0].row_count + 4
-        costs = []
+            tables.append(drift_table(result.drift, room - 4))
+            left -= tables[-1].row_count + 4
         if result.quantization is not None and result.quantization.weights:
-            costs.append(weights_table(result.quantization, max(left - _HEAD, _LEAST_ROWS)))
-            left -= costs[0].row_count + _HEAD
-        yield Screen(*shown, _ladder(result), *drift, *costs, *_cut(rest, max(left, 1), rows))
+            tables.append(weights_table(result.quantization, max(room - _HEAD, _LEAST_ROWS)))
+            left -= tables[-1].row_count + _HEAD
+        for line in spare:
+            if left < rows(rest):
+                left += 0 if line in rest else rows([line])
+                (rest if line in rest else shown).remove(line)
+        yield Screen(*shown, _ladder(result), *tables, *rest)
 
 
 def _height(line: Text, console: Console, width: int) -> int:
@@ -124,16 +120,6 @@ def _rows(lines: Sequence[Text]) -> int:
     """Return how many rows of a screen of 100 columns `lines` take."""
     plain = (part for line in lines for part in line.plain.split("\n"))
     return sum(max(1, math.ceil(len(part) / _COLUMNS)) for part in plain)
-
-
-def _cut(lines: Sequence[Text], room: int, rows: Callable[[Sequence[Text]], int]) -> list[Text]:
-    """Return as many of `lines` as fit, and how many there are beside them."""
-    if rows(lines) <= room:
-        return list(lines)
-    kept: list[Text] = []
-    while rows([*kept, lines[len(kept)]]) < room:
-        kept.append(lines[len(kept)])
-    return [*kept, Text(f"... and {len(lines) - len(kept)} more lines (--json has all)")]
 
 
 def headline(result: Comparison) -> Text:
@@ -190,7 +176,7 @@ def _worst(pairs: list[Pair]) -> str:
     if any(pair.verdict == "wrong" and pair.noise_ratio is None for pair in pairs):
         return "not a number"
     values = [pair.noise_ratio for pair in pairs if pair.noise_ratio is not None]
-    return f"{max(values):.3g}" if values else ""
+    return words.ratio(max(values)) if values else ""
 
 
 def _weights(result: Comparison) -> Iterator[Text]:
@@ -218,13 +204,7 @@ def _divergence(result: Comparison, found: Divergence) -> Iterator[Text]:
         yield Text(f"  in       {words.level(found.level)}, {step_of(result, found)}: {found.verdict}")
     if found.where:
         yield Text(f"  where    {found.where}: {found.group}")
-    if found.source:
-        yield Text(f"  baseline {short_source(found.source)}")
-    there = "" if found.candidate_site == found.site else found.candidate_site
-    if found.candidate_source and found.candidate_source != found.source:
-        there += f"{', ' if there else ''}{short_source(found.candidate_source)}"
-    if there:
-        yield Text(f"  candidate {there}")
+    yield from lines_of(found)
     yield Text(f"  error    {words.size(words.pair_of(found, result.pairs))}")
     # What kind of mistake it is, and where its test is, is never cut off, however long the names of files are.
     for hint in found.hints[:1]:
@@ -233,23 +213,38 @@ def _divergence(result: Comparison, found: Divergence) -> Iterator[Text]:
         yield Text(f"  test     python {Path(found.reproduction) / 'test_repro.py'}")
 
 
+def lines_of(found: Divergence) -> Iterator[Text]:
+    """Yield where a divergence is in the code of both sides."""
+    if found.source:
+        yield Text(f"  baseline {short_source(found.source)}")
+    there = "" if found.candidate_site == found.site else found.candidate_site
+    if found.candidate_source and found.candidate_source != found.source:
+        there += f"{', ' if there else ''}{short_source(found.candidate_source)}"
+    if there:
+        yield Text(f"  candidate {there}")
+
+
 def _hint(hint: Hint) -> Iterator[Text]:
     yield from (Text(f"  {what:8} {text}") for what, text in words.hint_lines(hint))
 
 
-def _about(result: Comparison, found: Divergence) -> Iterator[Text]:
-    """What it looks like, what shows it, what came of it, and what else went wrong."""
+def _beside(found: Divergence) -> Iterator[Text]:
+    """Yield what else it looks like, what shows it, and how large it is."""
     for hint in words.hints_worth_a_line(found.hints)[1:_MAX_HINTS]:
         yield from _hint(hint)
+    yield from (Text(f"  {what:8} {text}") for what, text in words.own_error(found))
     if not found.reproduction:
         yield Text("  test     --reproduction DIR writes a test of this op that needs neither model")
-    if found.introduced is not None and found.inherited is not None:
-        yield Text(f"  rms      made here {found.introduced:.3g}, came in {found.inherited:.3g}")
+
+
+def _about(result: Comparison, found: Divergence) -> Iterator[Text]:
+    """Yield what came of it, and what else went wrong."""
     inherited = sum(pair.inherited for pair in result.pairs if pair.level == found.level)
     others = [d for d in result.origins if d.level == found.level and d.leads and d.site != found.site]
     if found.group is not None:
         others = [d for d in others if d.group != found.group]
-    yield Text(f"  after    {inherited} later tensors differ only because of it")
+    if inherited:
+        yield Text(f"  after    {inherited} later tensors differ only because of it")
     said = found.hints[0].text if found.hints and found.hints[0].proven else None
     same = [d for d in others if said is not None and d.hints and d.hints[0].text == said]
     others = [d for d in others if d not in same]
@@ -268,11 +263,10 @@ def _about(result: Comparison, found: Divergence) -> Iterator[Text]:
 def _severity(result: Comparison) -> Iterator[Text]:
     # The last level's tokens stand beside its results.
     last = result.results[-1].level if result.results else None
-    for level, found in result.severity.items():
-        if found["num_tokens"] and level != last:
-            text = f"{words.level(level)}: same next token in {found['token_agreement']:.1%} of {found['num_tokens']}"
-            text += f", mean KL {found['mean_kl']:.2g} nats"
-            yield Text(text)
+    yield from (Text(text) for level, text in words.severity_lines(result) if level != last)
+
+
+def _level_notes(result: Comparison) -> Iterator[Text]:
     for climbed in result.levels:
         if climbed.note:
             yield Text(f"{words.level(climbed.name)}: {climbed.note}")
@@ -280,9 +274,12 @@ def _severity(result: Comparison) -> Iterator[Text]:
 
 def _skipped(result: Comparison) -> Iterator[Text]:
     reasons = Counter((item.side, item.reason) for item in result.skipped)
+    whole = {item.reason for item in result.skipped if item.site == "*"}
     if reasons:
-        yield Text(f"not judged: {len(result.skipped)} sites")
-    for (side, reason), count in reasons.most_common(_MAX_REASONS):
+        yield Text(f"not judged: {len(result.skipped)} {'sites' if len(result.skipped) > 1 else 'site'}")
+    # Why a whole comparison is missing is never cut off.
+    ranked = sorted(reasons.items(), key=lambda one: (one[0][1] not in whole, -one[1]))
+    for (side, reason), count in ranked[:_MAX_REASONS]:
         yield Text(f"  {count} of {words.of_side(side)}: {reason}")
 
 

@@ -16,10 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from glassengine.compare.judge import severity
+from glassengine.errors import shortened
 from glassengine.reading.files import printable
 from glassengine.report import words
 from glassengine.report.table import VERDICT_STYLES, Screen, mark, new_table
-from glassengine.report.terminal_check import because, compared, drift_table, following, short_source
+from glassengine.report.terminal_check import because, compared, drift_table, following, lines_of
 from glassengine.report.words import of_side
 from glassengine.results import VERDICTS, Comparison, Figures, Pair, Skipped, Summary, tally_of
 from glassengine.results.comparison import SeriesComparison
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from glassengine.results.comparison import Comparisons
     from glassengine.results.engines import SideBySide, StepDifference
 
-MAX_PAIRS = 8
+MAX_PAIRS, _MAX_SITES = 4, 8
 MAX_DRIFT = 14
 _MAX_HINTS = 2
 _MAX_NAMES = 3
@@ -60,18 +61,18 @@ def comparison(result: Comparison, command: Sequence[str] = ()) -> RenderableTyp
     is_whole = all(pair.baseline is not None for pair in result.pairs)
     listed: Sequence[Pair] = result.pairs
     if result.drift and not is_whole:
-        parts += [Text(), drift_table(result.drift, MAX_DRIFT)]
+        parts += [drift_table(result.drift, MAX_DRIFT)]
         listed = [pair for pair in listed if pair.verdict == "wrong"]
     # There may be more than fit into memory as objects.
     shown = heapq.nlargest(len(listed) if is_whole else MAX_PAIRS, listed, key=severity)
     if shown:
-        parts += [Text(), _pairs(shown), *_remarks(shown)]
+        parts += [_pairs(shown), *_remarks(shown)]
     if len(listed) > len(shown):
         rest = Counter(_by_verdict(listed))
         rest.subtract(pair.verdict for pair in shown)
         counted = ", ".join(f"{rest[name]} {name}" for name in reversed(VERDICTS) if rest[name])
         parts.append(Text(f"... and {len(listed) - len(shown)} more: {counted} (--json has all)"))
-    for pair in shown:
+    for pair in shown if is_whole else shown[:1]:
         if (is_whole or pair.verdict != "identical") and pair.baseline is not None and pair.candidate is not None:
             parts += [Text(), _statistics(pair, pair.baseline, pair.candidate)]
     parts += notes(result)
@@ -121,21 +122,15 @@ def _divergence(result: Comparison) -> Iterator[Text]:
     pair = next((p for p in wrong if found.rank in (None, p.rank)), next(iter(wrong), None))
     rank = f" (rank {found.rank})" if found.rank is not None else ""
     phase = f", {words.level(found.level)}" if found.level else ""
-    yield Text(f"\nfirst divergence: step {found.step}{phase}, {found.site}{rank}", style="bold")
+    yield Text(f"first divergence: step {found.step}{phase}, {found.site}{rank}", style="bold")
     if found.node:
         yield Text(f"  node     {found.node}")
-    if found.source:
-        yield Text(f"  baseline {short_source(found.source)}")
-    there = "" if found.candidate_site == found.site else found.candidate_site
-    if found.candidate_source and found.candidate_source != found.source:
-        there += f"{', ' if there else ''}{short_source(found.candidate_source)}"
-    if there:
-        yield Text(f"  candidate {there}")
+    yield from lines_of(found)
     if pair is not None and pair.figures is not None and pair.figures.worst_index is not None:
         yield Text(f"  worst    {_worst(pair.figures)}")
     elif pair is not None and pair.reason:
         yield Text(f"  reason   {pair.reason}")
-    for hint in found.hints[:_MAX_HINTS]:
+    for hint in found.hints[1 if result.calibration else 0 : _MAX_HINTS]:
         yield from (Text(f"  {what:8} {text}") for what, text in words.hint_lines(hint))
 
 
@@ -174,9 +169,7 @@ def _remarks(pairs: Sequence[Pair]) -> Iterator[Text]:
         if any(notes):
             remarks.setdefault("; ".join(filter(None, notes)), []).append(pair.site)
     for note, sites in remarks.items():
-        names = list(dict.fromkeys(sites))
-        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-        yield Text(f"  {', '.join(names[:_MAX_NAMES])}{more}: {note}")
+        yield Text(f"  {shortened(dict.fromkeys(sites), _MAX_NAMES)}: {note}")
 
 
 def _passed(figures: Figures | None) -> tuple[str, str]:
@@ -210,19 +203,7 @@ def _cells(found: Summary) -> Iterator[str]:
 
 def notes(result: Comparison) -> Iterator[Text]:
     """Yield what a reader must know: sides that are incomplete, and what was not judged, by reason."""
-    for side in ("baseline", "candidate"):
-        if not result.environment[side].get("complete", True):
-            yield Text(f"\nthe {side} is incomplete: only its completed steps were compared", style="yellow")
-        for how, count in result.environment[side].get("flat", {}).items():
-            yield Text(
-                f"\nthe {side} has no dimension for rows ({how}): {count} of its tensors are compared as one row"
-            )
-        if renamed := result.environment[side].get("renamed"):
-            yield Text(f"\none model is inside of another module: {renamed}")
-        arrangements = result.environment[side].get("arrangements")
-        if arrangements:
-            counted = "; ".join(f"{count} {how}" for how, count in arrangements.items())
-            yield Text(f"\nof several ranks, the tensors of the {side} were put together: {counted}")
+    yield from (Text(note, style="yellow") for note in words.side_notes(result))
     if not result.ok and (apart := differences(result.environment)):
         yield Text(f"\nthe environments differ: {'; '.join(apart[:_MAX_APART])}")
         if len(apart) > _MAX_APART:
@@ -321,13 +302,13 @@ def _worst_tensors(result: Comparisons, columns: Sequence[str]) -> Iterator[Rend
 
     ranked = sorted(places, key=badness, reverse=True)
     found = new_table("step", "site", *columns)
-    for step, rank, site in ranked[:MAX_PAIRS]:
+    for step, rank, site in ranked[:_MAX_SITES]:
         name = f"{site} (rank {rank})" if rank else site
         found.add_row(str(step), Text(name), *(_cell(one.get((step, rank, site), [])) for one in cells))
     yield Text("verdict and largest absolute difference:")
     yield found
-    if len(ranked) > MAX_PAIRS:
-        yield Text(f"... and {len(ranked) - MAX_PAIRS} more tensors, none worse (--json has all)")
+    if len(ranked) > _MAX_SITES:
+        yield Text(f"... and {len(ranked) - _MAX_SITES} more tensors, none worse (--json has all)")
 
 
 def _by_place(one: Comparison) -> dict[_Place, list[Pair]]:

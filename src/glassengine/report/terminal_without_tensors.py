@@ -137,9 +137,9 @@ def invariance(result: Invariance) -> RenderableType:
     """Return the one screen: the answer, a row for each change, and what was found of those that differ."""
     head = mark(result.ok)
     head.append(f": {result.in_words()}")
-    table = Table()
-    for column in ("change", "verdict", "variants", "differ", "difference", "noise ratio", "tokens"):
-        table.add_column(column)
+    columns = ("verdict", "variants", "differ", "difference", "noise ratio", "tokens")
+    table = new_table("change", *columns, first=("variants", "noise ratio"))
+    table.columns[0].justify = "left"
     for one in result.changes:
         tokens = f"{one.num_changed_tokens} of {one.num_tokens}" if one.num_tokens else ""
         difference = "" if one.max_abs_diff is None else f"{one.max_abs_diff:.2g}"
@@ -160,13 +160,13 @@ def _variation(one: Variation) -> Iterator[Text]:
     if one.first is not None:
         begins = "the difference begins in" if one.first.inputs_equal else "the first difference is seen in"
         yield Text(f"  {begins} {one.first.in_words()}")
-    if one.cause is not None:
-        yield Text(f"  cause   {one.cause}")
-    elif one.verdict != "bitwise":
-        yield Text("  cause   not found by what was tried")
+    if one.verdict != "bitwise":
+        yield Text(f"  cause   {one.cause or 'not found by what was tried'}")
+    outcomes: dict[str, list[str]] = {}
     for tried in one.tried:
-        works = "bitwise equal" if tried.works else "no"
-        yield Text(f"  tried   {tried.name}{' on the operation alone' * (tried.scope == 'operation')}: {works}")
+        place = " on the operation alone" * (tried.scope == "operation")
+        outcomes.setdefault(f"{'bitwise equal' if tried.works else 'no'}{place}", []).append(tried.name)
+    yield from (Text(f"  tried   {', '.join(names)}: {outcome}") for outcome, names in outcomes.items())
     if one.switch is not None:
         yield Text(f"  switch  {one.switch}")
     for note in one.notes:

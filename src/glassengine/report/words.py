@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from glassengine.errors import shortened
 from glassengine.reading.files import printable
 from glassengine.results import (
     FLAGGED,
@@ -42,6 +43,8 @@ _REASONS = {"below ties or padding": "that depends on ties or padding"}
 AGREEMENT = {"bitwise": "bitwise equal", "within rounding": "within rounding", "beyond": "beyond rounding"}
 _STANDING = {"same": "the series are the same", "apart": "the series part", "uncalibrated": "the series differ"}
 _MAX_NAMES = 3
+TOLD = frozenset({"complete", "flat", "renamed", "arrangements"})
+"""Facts of a side that `side_notes` says in words."""
 
 
 class Headline(NamedTuple):
@@ -64,8 +67,10 @@ def headline(result: Comparison) -> Headline:
     if (named := named_mistake(result)) is not None:
         return Headline(mark, named)
     if result.not_ok_because:
-        # Why it is not ok, and nothing that sounds like the opposite.
-        return Headline(mark, ("too little was judged: " if result.too_little else "") + result.not_ok_because)
+        # Why it is not ok, and nothing that sounds like the opposite; of two records also what it looks like.
+        hints = result.first_divergence.hints if result.first_divergence and result.calibration else ()
+        looks = "".join(f": {hint.in_words()}" for hint in hints[:1])
+        return Headline(mark, ("too little was judged: " if result.too_little else "") + result.not_ok_because + looks)
     if result.verdict in FLAGGED:
         return Headline(mark, f"worst verdict {result.verdict}", True)
     if result.prompt is not None and not result.counts["compared"]:
@@ -116,7 +121,7 @@ def step_of(result: Comparison, found: Divergence) -> str:
 
 def hint_lines(hint: Hint) -> Iterator[tuple[str, str]]:
     """Yield (what, text): a mistake that is proven is called by its kind, anything else may be one."""
-    kind = "" if hint.text.startswith(f"{hint.kind} ") else f"{hint.kind}: "
+    kind = "" if hint.kind == "other" or hint.text.startswith(f"{hint.kind} ") else f"{hint.kind}: "
     yield ("mistake", f"{kind}{hint.text}") if hint.proven else ("hint", hint.in_words())
     if hint.line is not None:
         yield "line", hint.line
@@ -129,6 +134,21 @@ def hint_details(hint: Hint) -> Iterator[tuple[str, str]]:
         yield "proven", "the baseline with this change makes what the candidate made, up to rounding"
     if hint.unexplained is not None and (not hint.proven or hint.unexplained >= _WORTH_SAYING):
         yield "unexplained", f"{hint.unexplained:.2g} of the error"
+
+
+def side_notes(result: Comparison) -> Iterator[str]:
+    """Yield how sides were read: those that are incomplete, and those that were brought into another form."""
+    for side in ("baseline", "candidate"):
+        own = result.environment.get(side) or {}
+        if not own.get("complete", True):
+            yield f"the {side} is incomplete: only its completed steps were compared"
+        for how, count in own.get("flat", {}).items():
+            yield f"the {side} has no dimension for rows ({how}): {count} of its tensors are compared as one row"
+        if renamed := own.get("renamed"):
+            yield f"one model is inside of another module: {renamed}"
+        if arrangements := own.get("arrangements"):
+            counted = "; ".join(f"{count} {how}" for how, count in arrangements.items())
+            yield f"of several ranks, the tensors of the {side} were put together: {counted}"
 
 
 def untried(found: Divergence) -> str | None:
@@ -161,9 +181,9 @@ def size(pair: Pair | None) -> str:
         return "its size is not known"
     if pair.noise_ratio is None:
         return _without_size(pair)
-    text = f"{pair.noise_ratio:.3g} times what rounding alone explains"
+    text = f"{ratio(pair.noise_ratio)} times what rounding alone explains"
     if pair.bound_ratio is not None:
-        text += f", {pair.bound_ratio:.3g} times the rounding bound of this op"
+        text += f", {ratio(pair.bound_ratio)} times the rounding bound of this op"
     figures = pair.figures
     if figures is not None and figures.worst_index is not None:
         text += (
@@ -171,6 +191,17 @@ def size(pair: Pair | None) -> str:
             f"{figures.num_elements} elements differ"
         )
     return text
+
+
+def ratio(value: float) -> str:
+    """Return a ratio in three digits, in the form of a page: "8060", "4.90e+5"."""
+    return f"{float(f'{value:.3g}'):g}" if abs(value) < 1e5 else f"{value:.2e}".replace("e+0", "e+")
+
+
+def own_error(found: Divergence) -> Iterator[tuple[str, str]]:
+    """Yield which error an op makes itself, and which comes from its inputs, where both are known."""
+    if found.introduced is not None and found.inherited is not None:
+        yield "rms", f"an error of {found.introduced:.3g} is made here, {found.inherited:.3g} comes from the inputs"
 
 
 def _without_size(pair: Pair) -> str:
@@ -227,6 +258,19 @@ def cost_line(cost: Quantization, results: Sequence[ResultComparison]) -> str:
         text += f"; worst in {worst.case}, step {worst.step}: {worst.snr_db:.1f} dB"
         text += f", largest difference {worst.max_abs_diff:.2g} of {worst.largest:.3g}"
     return text
+
+
+def severity_lines(result: Comparison) -> Iterator[tuple[str, str]]:
+    """Yield (level, text): what becomes of the tokens in each comparison."""
+    for name, found in result.severity.items():
+        if not found["num_tokens"]:
+            continue
+        same, mean = found["token_agreement"], found["mean_kl"]
+        share = "" if same is None else f"same generated token in {same:.1%} of "
+        kl = "" if mean is None else f"; KL mean {mean:.2g}, largest {found['max_kl']:.2g} nats"
+        ties = f"; {found['num_ties']} decided by ties" if found["num_ties"] else ""
+        changed = f"; first change: {found['first_changed_token']}" if found["first_changed_token"] else ""
+        yield name, f"{level(name)}: {share}{found['num_tokens']}{kl}{ties}{changed}"
 
 
 def input_line(used: InputUsed) -> str:
@@ -404,8 +448,7 @@ def _tokens(column: EngineColumn, total: int) -> str:
 
 
 def _names(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return f"{len(names)}: {', '.join(names[:_MAX_NAMES])}{more}" if names else "none"
+    return f"{len(names)}: {shortened(names, _MAX_NAMES)}" if names else "none"
 
 
 def _bytes(size: float) -> str:

@@ -137,11 +137,15 @@ class ResultComparison(Result):
         """Whether its name is one of several things: "logits"."""
         return self.name.endswith("s") and not self.name.endswith("ss")
 
+    @property
+    def is_identical(self) -> bool:
+        """Whether nothing differs: the verdict is by the program's own run, the figures by the unchanged baseline's."""
+        return self.verdict == "identical" or (self.agrees and self.max_abs_diff == 0 and self.exempt == 0)
+
     def in_words(self) -> str:
         """Return how it agrees or differs: "logits differ by 0.18 of 1.39 (17 dB)"."""
         are = self.is_plural
-        # The verdict is by the program's own run; the figures are by the unchanged baseline's.
-        if self.verdict == "identical" or (self.agrees and self.max_abs_diff == 0 and self.exempt == 0):
+        if self.is_identical:
             is_same = self.dtype == self.candidate_dtype
             return f"{self.name} {'are' if are else 'is'} {'bitwise identical' if is_same else 'equal'}"
         if self.agrees and self.exempt == 1:

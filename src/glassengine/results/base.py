@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, overload
 
 from glassengine.errors import GlassError
 from glassengine.results import notebook
@@ -14,6 +14,7 @@ from glassengine.results import notebook
 Verdict = Literal["identical", "rounding", "suspicious", "wrong"]
 VERDICTS: tuple[Verdict, ...] = ("identical", "rounding", "suspicious", "wrong")
 FLAGGED = VERDICTS[2:]
+Item = TypeVar("Item", covariant=True)
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
@@ -36,6 +37,32 @@ class Result:
     def _repr_html_(self) -> str:
         """Return what a notebook shows."""
         return notebook.card_of(self)
+
+
+class Lazy(Sequence[Item]):
+    """A sequence that is equal to any other one with the same items; nothing of it is kept."""
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Item, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Item | tuple[Item, ...]:
+        """Return one item, or several."""
+        places = range(len(self))[index]
+        return self._item(places) if isinstance(places, int) else tuple(map(self._item, places))
+
+    def _item(self, place: int) -> Item:
+        raise NotImplementedError
+
+    def __eq__(self, other: object) -> bool:
+        """Compare item by item, also with a tuple or list."""
+        if not isinstance(other, Sequence) or isinstance(other, str):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def is_lazy(value: Any) -> bool:

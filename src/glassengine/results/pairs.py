@@ -7,11 +7,11 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict, cast, overload
+from typing import TypedDict, cast
 
 import msgspec
 
-from glassengine.results.base import FLAGGED, VERDICTS, Result, Verdict
+from glassengine.results.base import FLAGGED, VERDICTS, Lazy, Result, Verdict
 from glassengine.results.figures import Figures, Summary, TensorValues
 
 _TOGETHER = 256
@@ -117,7 +117,7 @@ class Pair(Result):
         )
 
 
-class Packed(Sequence[Pair]):
+class Packed(Lazy[Pair]):
     """Pairs in a tenth of their memory; equal to any other sequence of the same ones.
 
     Attributes:
@@ -149,31 +149,12 @@ class Packed(Sequence[Pair]):
         """Yield all."""
         return map(self._item, range(len(self)))
 
-    @overload
-    def __getitem__(self, index: int) -> Pair: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Pair, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Pair | tuple[Pair, ...]:
-        """Return one, or several."""
-        places = range(len(self))[index]
-        return self._item(places) if isinstance(places, int) else tuple(map(self._item, places))
-
     def __setitem__(self, place: int, pair: Pair) -> None:
         """Replace a pair; one of few."""
         self.tally[_tallied(self[place])] -= 1
         self.tally[_tallied(pair)] += 1
         self._verdicts[place] = VERDICTS.index(pair.verdict)
         self._changed[place] = pair
-
-    def __eq__(self, other: object) -> bool:
-        """Compare pair by pair, also with a tuple or list."""
-        if not isinstance(other, Sequence) or isinstance(other, str):
-            return NotImplemented
-        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
-
-    __hash__ = None  # type: ignore[assignment]
 
     def flagged(self) -> list[int]:
         """Return the places of those that are suspicious or wrong."""

@@ -112,7 +112,7 @@ def test_recordings_of_one_file_pair(mlp: Path, engine: glass.Engine, tmp_path: 
     script = mlp.parent / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "glassengine.cli", "record", "-o", str(tmp_path / "script"), "--", "script.py"]
-    children.run(command, cwd=mlp.parent, check=True, capture_output=True)
+    children.run(command, cwd=mlp.parent, check=True)
     engine.forward(inputs={"x": X}, record=tmp_path / "engine")
     commands.record_target(mlp, tmp_path / "source", inputs={"x": X})
     sites = {entry.site for entry in Recording.open(tmp_path / "source").entries}

@@ -368,9 +368,17 @@ def test_a_mask_of_bools_in_a_graph_of_a_snapshot() -> None:
     torch.testing.assert_close(run(program, grouped, given), right)
 
 
-@pytest.mark.parametrize("family", ["shared by 2", "sliding"])
-def test_attention_as_products_has_the_same_values(family: str) -> None:
-    program = exported(FAMILIES[family])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(
+            transformers.LlamaConfig(**LLAMA, num_attention_heads=4, num_key_value_heads=4), id="of each head"
+        ),
+        *(pytest.param(FAMILIES[name], id=name) for name in ("shared by 2", "sliding")),
+    ],
+)
+def test_attention_as_products_has_the_same_values(config: Any) -> None:
+    program = exported(config)
     plain = with_plain_attention(with_grouped_queries(program.exported))
     assert not plain.graph.find_nodes(op="call_function", target=ATTENTION)
     own = [node.name for node in plain.graph.nodes if MARK not in node.name]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from glassengine.compare import compare
+from tests import children
 
 pytest.importorskip("torch.distributed.tensor.parallel")
 
@@ -102,20 +100,7 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ranks")
     script = path / "train.py"
     script.write_text(SCRIPT)
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(path), str(path / "store"), str(rank)],
-            env=one_thread, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(-1, 4)
-    ]  # fmt: skip
-    try:
-        errors = [process.communicate(timeout=300)[1] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert not any(process.returncode for process in running), "\n".join(errors)
+    children.run_ranks([str(script), str(path), str(path / "store"), str(rank)] for rank in range(-1, 4))
     return path
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -95,18 +92,8 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     script, baseline = path / "ranks.py", path / "baseline.py"
     script.write_text(MODEL + RANKS)
     baseline.write_text(MODEL + "run(model(), Path(sys.argv[1]) / 'baseline')\n")
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    commands = [[str(baseline), str(path)], *([str(script), str(path), str(path / "store"), str(r)] for r in range(2))]
-    running = [
-        children.Popen([sys.executable, *command], env=one_thread, stderr=subprocess.PIPE, text=True)
-        for command in commands
-    ]
-    try:
-        errors = [process.communicate(timeout=300)[1] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0, 0, 0], "\n".join(errors)
+    ranks = ([str(script), str(path), str(path / "store"), str(rank)] for rank in range(2))
+    children.run_ranks([[str(baseline), str(path)], *ranks])
     return path
 
 

@@ -133,3 +133,15 @@ def test_a_mistake_in_a_cache_is_named_in_its_layer(name: str) -> None:
     assert not result.ok and found is not None and found.step > 0
     assert found.site.startswith("model.layers.1.self_attn"), found.site
     assert found.hints and words in found.hints[0].text, [hint.text for hint in found.hints]
+
+
+def test_a_model_with_a_cache_that_makes_nan_is_judged_op_by_op() -> None:
+    """NaN in a model and in its export is no difference between the two."""
+    own, port = model("sdpa"), model("sdpa")
+    mlp = port.model.layers[1].mlp
+    inner = mlp.forward
+    mlp.forward = lambda x: inner(x).log()
+    found = glass.check(own, candidate=port, inputs=[{"input_ids": torch.tensor([[0, 5, 9, 2]])}], steps=2)
+    assert found.first_divergence is not None and not found.ok
+    assert found.first_divergence.level == "candidate"
+    assert found.first_divergence.hints[0].proven and found.first_divergence.hints[0].text.startswith("log of ")

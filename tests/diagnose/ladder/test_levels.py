@@ -33,19 +33,30 @@ class Net(nn.Module):
         return x + self.down(nn.functional.silu(self.up(x)))
 
 
-class FusedWrong(EagerBackend):
-    """Planted: the engine's silu is wrong; every op alone is right."""
+class PlantedBackend(EagerBackend):
+    """Changes what an engine returns."""
 
     name = "planted"
 
+    def changed(self, inputs: Any, outputs: Any) -> Any:
+        raise NotImplementedError
+
     def load(self, directory: Path, weights: Any) -> Any:
         run = super().load(directory, weights)
+        return lambda inputs: self.changed(inputs, run(inputs))
 
-        def planted(inputs: Any) -> Any:
-            outputs = run(inputs)
-            return {name: value + 0.01 if name == "dbg.silu" else value for name, value in outputs.items()}
 
-        return planted
+def use(monkeypatch: pytest.MonkeyPatch, backend: type[PlantedBackend]) -> None:
+    find = registry.find_backend
+    monkeypatch.setattr(registry, "find_backend", lambda name: backend() if name == "planted" else find(name))
+    monkeypatch.setattr("glassengine.engine.run.engine.find_backend", registry.find_backend)
+
+
+class FusedWrong(PlantedBackend):
+    """Planted: the engine's silu is wrong; every op alone is right."""
+
+    def changed(self, inputs: Any, outputs: Any) -> Any:
+        return {name: value + 0.01 if name == "dbg.silu" else value for name, value in outputs.items()}
 
 
 class KernelWrong(FusedWrong):
@@ -69,10 +80,8 @@ def inputs(tmp_path: Path) -> str:
     return str(tmp_path / "x.pt")
 
 
-def check(monkeypatch: pytest.MonkeyPatch, backend: type[EagerBackend], inputs: str, **options: Any) -> Comparison:
-    find = registry.find_backend
-    monkeypatch.setattr(registry, "find_backend", lambda name: backend() if name == "planted" else find(name))
-    monkeypatch.setattr("glassengine.engine.run.engine.find_backend", registry.find_backend)
+def check(monkeypatch: pytest.MonkeyPatch, backend: type[PlantedBackend], inputs: str, **options: Any) -> Comparison:
+    use(monkeypatch, backend)
     return glass.check(models.drawn(Net), backend="planted", inputs=inputs, **options)
 
 

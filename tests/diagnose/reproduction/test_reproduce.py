@@ -131,7 +131,7 @@ def test_a_reproduction_needs_torch_and_safetensors_only(scaled: Path, tmp_path:
     assert "glassengine" not in done.stderr
     # As a test of pytest: what float64 gives is stored, what the candidate gives is wrong.
     code = "import test_repro as t; t.test_expected_is_what_float64_gives(); t.test_actual_agrees_with_expected()"
-    done = children.run([sys.executable, "-c", code], cwd=scaled, capture_output=True, text=True)
+    done = children.run([sys.executable, "-c", code], cwd=scaled)
     assert done.returncode == 1 and "AssertionError" in done.stderr and "test_actual_agrees" in done.stderr
 
 

@@ -144,10 +144,10 @@ def test_graph_module_computes_what_the_program_computes(language_model: Built, 
 def test_graph_module_runs_by_itself_with_random_weights(with_pass: Built, tmp_path: Path) -> None:
     # From an empty directory: the file needs nothing beside it.
     command = [sys.executable, str(with_pass.directory / "graph_module.py")]
-    done = children.run(command, cwd=tmp_path, check=True, timeout=600, capture_output=True, text=True)
+    done = children.run(command, cwd=tmp_path, check=True, timeout=600)
     assert re.search(r"^output: torch\.float32 \[\d, 8\] min .* mean .* max ", done.stdout, re.M)
     assert "dbg.relu: torch.float32" in done.stdout
-    wrong = children.run([*command, "nosuch.pt"], cwd=tmp_path, timeout=600, capture_output=True, text=True)
+    wrong = children.run([*command, "nosuch.pt"], cwd=tmp_path, timeout=600)
     assert wrong.returncode == 1 and "got: nosuch.pt" in wrong.stderr and "Traceback" not in wrong.stderr
 
 

@@ -201,13 +201,5 @@ def test_f25_nothing_is_told_where_something_ran(
 def test_f25_a_program_says_it_when_it_ends(tmp_path: Path) -> None:
     code = "import glassengine, torch; torch.nn.Linear(2, 2)(torch.ones(2))"
     variables = {**os.environ, "XLA_FLAGS": "--xla_dump_hlo_snapshots --xla_dump_to=dump"}
-    done = children.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = children.run([sys.executable, "-c", code], cwd=tmp_path, env=variables, timeout=60)
     assert done.returncode == 0 and "XLA_FLAGS asks for snapshots, and no execution was seen" in done.stderr

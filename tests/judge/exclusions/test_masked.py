@@ -15,7 +15,7 @@ from glassengine.diagnose import check
 from glassengine.engine.build.build import build_program
 from glassengine.judge.cases import Case, StepInputs
 from glassengine.judge.exclusions.masked import HiddenRows, valid_mask
-from glassengine.judge.exclusions.perturbation import Followed
+from glassengine.judge.exclusions.perturbation import Followed, Source
 from glassengine.numerics.mask_values import is_mask
 from glassengine.program import export_program, load_inputs, load_model
 from glassengine.program.export.export import export_module
@@ -130,20 +130,20 @@ def test_scores_are_no_mask_for_being_small(tmp_path: Path) -> None:
 HIDDEN = torch.finfo(torch.float32).min
 
 
-def left_out(module: nn.Module, **row_inputs: torch.Tensor) -> dict[str, Any]:
+def left_out(source: Source, module: nn.Module, **inputs: torch.Tensor) -> dict[str, Any]:
     """Return the elements that do not count by the op of their node."""
-    program = export_module(module, row_inputs)
-    known = {program.node(port.node): (row_inputs[port.name],) * 2 for port in program.inputs}
-    rows = Followed(HiddenRows())
+    program = export_module(module, inputs)
+    known = {program.node(port.node): (inputs[port.name],) * 2 for port in program.inputs}
+    followed = Followed(source)
     masks: dict[str, torch.Tensor | None] = {}
 
     def observe(node: torch.fx.Node, value: Any) -> None:
         known[node] = (value, value)
-        rows.visit(node, known)
+        followed.visit(node, known)
         if isinstance(value, torch.Tensor):
-            masks[node.name] = rows.of(node, known)
+            masks[node.name] = followed.of(node, known)
 
-    run_program(program, row_inputs, observe)
+    run_program(program, inputs, observe)
     sites = {site.node: site.name.rpartition("/")[2] for site in program.sites if site.kind == "op"}
     found = {name: masks.get(node) for node, name in sites.items()}
     return {name: mask for name, mask in found.items() if mask is not None}
@@ -161,13 +161,13 @@ def test_a_row_without_a_key_is_followed_and_no_other() -> None:
     mask = torch.zeros(1, 3, 4)
     mask[0, 0] = HIDDEN
     mask[0, 1, :2] = HIDDEN
-    found = left_out(Shares(), scores=torch.randn(1, 3, 4), mask=mask)
+    found = left_out(HiddenRows(), Shares(), scores=torch.randn(1, 3, 4), mask=mask)
     assert found["softmax.0"].any(-1).tolist() == [[True, False, False]]
     parts = [mask for name, mask in found.items() if name.startswith("getitem")]
     assert len(parts) == 2 and all(part.any(-1).tolist() == [[True, False, False]] for part in parts)
     # All that is there of it hangs on the row.
     assert "mean.0" not in found
-    assert left_out(Shares(), scores=torch.randn(1, 3, 4), mask=mask[:, 1:2].expand(1, 3, 4)) == {}
+    assert left_out(HiddenRows(), Shares(), scores=torch.randn(1, 3, 4), mask=mask[:, 1:2].expand(1, 3, 4)) == {}
 
 
 class RowAttention(nn.Module):
@@ -179,7 +179,7 @@ class RowAttention(nn.Module):
 def test_rows_of_the_kernel(of_bools: bool) -> None:
     seen = torch.tensor([[False, False], [True, False]])
     mask = seen if of_bools else torch.where(seen, 0.0, HIDDEN)
-    found = left_out(RowAttention(), x=torch.randn(1, 2, 4), mask=mask)
+    found = left_out(HiddenRows(), RowAttention(), x=torch.randn(1, 2, 4), mask=mask)
     assert [found[name].any(-1).tolist() for name in ("scaled_dot_product_attention.0", "mul.0")] == [
         [[True, False]]
     ] * 2
@@ -190,7 +190,7 @@ import torch
 from torch import nn
 
 class Model(nn.Module):
-    def __init__(self, by_einsum=False, scale=0.5, hidden=torch.finfo(torch.float32).min):
+    def __init__(self, by_einsum=False, scale=0.6, hidden=torch.finfo(torch.float32).min):
         super().__init__()
         g = torch.Generator().manual_seed(1)
         self.qkv = nn.Parameter(torch.randn(8, 24, generator=g))

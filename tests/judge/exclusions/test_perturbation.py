@@ -245,3 +245,28 @@ def test_what_a_softmax_takes_for_a_score_is_read(tmp_path: Path) -> None:
     inputs = {"x": X[:, 0].contiguous(), "length": torch.tensor([6, 3, 5])}
     ok, sites = checked(Shares(), Shares(0.0), inputs, tmp_path)
     assert not ok and any("masked_fill" in site or "div" in site for site in sites)
+
+
+class Seeing(nn.Module):
+    """Attention by hand; a port may clear the keys that are hidden, and a wrong one lets a key be seen."""
+
+    def __init__(self, *, clears: bool = False, shows: bool = False) -> None:
+        super().__init__()
+        self.clears, self.shows = clears, shows
+
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        keys = torch.sin(x)
+        keys = torch.where(hidden[..., None], keys * 0.5, keys) if self.clears else keys * 1.0
+        seen = torch.cat([hidden[:, :1] & False, hidden[:, 1:]], 1) if self.shows else hidden
+        scores = torch.matmul(x, keys.transpose(1, 2)) * 0.4
+        least = torch.finfo(x.dtype).min
+        return torch.matmul((scores + torch.where(seen, least, 0.0)[:, None]).softmax(-1), x)
+
+
+def test_f73_scores_that_a_mask_hides_may_be_anything_and_a_key_that_is_seen_is_named(tmp_path: Path) -> None:
+    hidden = torch.zeros(X.shape[0], X.shape[1], dtype=torch.bool)
+    hidden[:, :2] = True
+    given = {"x": X, "hidden": hidden}
+    assert checked(Seeing(), Seeing(clears=True), given, tmp_path) == (True, [])
+    ok, sites = checked(Seeing(), Seeing(clears=True, shows=True), given, tmp_path)
+    assert not ok and sites and "./matmul.0" not in sites

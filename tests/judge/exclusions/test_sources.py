@@ -13,15 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
-from glassengine.capture.observers import run_program
 from glassengine.diagnose import check
 from glassengine.judge.exclusions.masked import HiddenRows
-from glassengine.judge.exclusions.perturbation import Followed, Source
+from glassengine.judge.exclusions.perturbation import Source
 from glassengine.judge.exclusions.sources import Draws, Exclusions, UndefinedCasts, Unwritten
 from glassengine.judge.exclusions.ties import Ties
 from glassengine.numerics.exemptions import DRAWN, PADDING, TIES, UNWRITTEN, Ledger
 from glassengine.numerics.verdict import Reference
-from glassengine.program.export.export import export_module
+from tests.judge.exclusions.test_masked import left_out
 
 aten = torch.ops.aten
 Values = dict[Node, list[Any]]
@@ -370,22 +369,7 @@ class Buckets(nn.Module):
 
 
 def undefined(module: nn.Module, **inputs: torch.Tensor) -> dict[str, list[Any]]:
-    """Return the elements that do not count by the op of their node."""
-    program = export_module(module, inputs)
-    known = {program.node(port.node): (inputs[port.name],) * 2 for port in program.inputs}
-    casts = Followed(UndefinedCasts())
-    masks: dict[str, torch.Tensor | None] = {}
-
-    def observe(node: torch.fx.Node, value: Any) -> None:
-        known[node] = (value, value)
-        casts.visit(node, known)
-        if isinstance(value, torch.Tensor):
-            masks[node.name] = casts.of(node, known)
-
-    run_program(program, inputs, observe)
-    sites = {site.node: site.name.rpartition("/")[2] for site in program.sites if site.kind == "op"}
-    found = {name: masks.get(node) for node, name in sites.items()}
-    return {name: mask.tolist() for name, mask in found.items() if mask is not None}
+    return {name: mask.tolist() for name, mask in left_out(UndefinedCasts(), module, **inputs).items()}
 
 
 def test_discarded_undefined_casts_leave_no_trace() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,11 @@ class Wrong:
     def reference(self) -> Callable[..., Any]:
         """The reference of the operation."""
         return REFERENCES[self.of].reference
+
+
+def also(of: str, other: str, wrongs: list[Wrong], *names: str) -> list[Wrong]:
+    """Return mistakes of another operation, by their names, as those of this one."""
+    return [replace(wrong, of=of) for wrong in wrongs if wrong.of == other and wrong.name in names]
 
 
 def tail(function: Callable[..., Any], number: int, value: float = 0.0) -> Callable[..., Any]:
@@ -198,16 +203,9 @@ def _writes(x: Tensor) -> Tensor:
 
 def _softmaxes() -> list[Wrong]:
     name, big = "softmax", lambda by: lambda dtype: (drawn(16, 130, dtype=dtype) * by,)
-    return [
+    wrongs = [
         Wrong(
             name,
-            "the maximum is not subtracted",
-            "overflow|operation left out",
-            lambda x: x.exp() / x.exp().sum(-1, keepdim=True),
-            inputs=big(60),
-        ),
-        Wrong(
-            "softmax written",
             "the maximum is not subtracted",
             "overflow|operation left out",
             lambda x: x.exp() / x.exp().sum(-1, keepdim=True),
@@ -221,20 +219,10 @@ def _softmaxes() -> list[Wrong]:
             inputs=lambda dtype: (drawn(16, 130) + torch.arange(16)[:, None] * 20.0,),
         ),
         Wrong(name, "other axis", "axis", lambda x: x.softmax(0)),
-        Wrong("softmax written", "other axis", "axis", lambda x: x.softmax(0)),
         Wrong(name, "sum left out", "operation left out|scale", lambda x: (x - x.amax(-1, keepdim=True)).exp()),
         Wrong("softmax written", "sum left out", "operation left out", lambda x: (x - x.amax(-1, keepdim=True)).exp()),
         Wrong(
             name,
-            "base 2",
-            "operation replaced|scale",
-            lambda x: (
-                torch.exp2(x - x.amax(-1, keepdim=True))
-                / torch.exp2(x - x.amax(-1, keepdim=True)).sum(-1, keepdim=True)
-            ),
-        ),
-        Wrong(
-            "softmax written",
             "base 2",
             "operation replaced|scale",
             lambda x: (
@@ -276,6 +264,7 @@ def _softmaxes() -> list[Wrong]:
         Wrong("log softmax", "log of softmax", "overflow|precision", lambda x: x.softmax(-1).log(), inputs=big(60)),
         Wrong("log softmax", "transposed axes", "axis", lambda x: x.log_softmax(0)),
     ]
+    return wrongs + also("softmax written", name, wrongs, "the maximum is not subtracted", "other axis", "base 2")
 
 
 def _norms() -> list[Wrong]:
@@ -289,11 +278,9 @@ def _norms() -> list[Wrong]:
         mean = x.mean(-1, keepdim=True)
         return (x - mean) / ((x * x).mean(-1, keepdim=True) - mean**2 + 1e-5).sqrt() * w + b
 
-    return [
+    wrongs = [
         Wrong(ln, "unbiased variance", "statistics", lambda x, w, b: norm(x, w, b, correction=1)),
-        Wrong(written, "unbiased variance", "statistics", lambda x, w, b: norm(x, w, b, correction=1)),
         Wrong(ln, "eps 1e-6", "eps", lambda x, w, b: norm(x, w, b, 1e-6)),
-        Wrong(written, "eps 1e-6", "eps", lambda x, w, b: norm(x, w, b, 1e-6)),
         Wrong(ln, "eps 1e-3", "eps", lambda x, w, b: norm(x, w, b, 1e-3)),
         Wrong(ln, "no eps", "eps", lambda x, w, b: norm(x, w, b, 0.0), inputs=small),
         Wrong(
@@ -304,26 +291,11 @@ def _norms() -> list[Wrong]:
                 (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True).sqrt() + 1e-5) * w + b
             ),
         ),
-        Wrong(
-            written,
-            "eps outside of the root",
-            "eps",
-            lambda x, w, b: (
-                (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True).sqrt() + 1e-5) * w + b
-            ),
-        ),
         Wrong(ln, "bias ignored", "bias missing|argument ignored", lambda x, w, b: norm(x, w, 0 * b)),
         Wrong(ln, "weight ignored", "argument ignored|operation left out", lambda x, w, b: norm(x, 0 * w + 1, b)),
         Wrong(ln, "weight + 1", "bias missing|operation replaced|other|scale", lambda x, w, b: norm(x, 1 + w, b)),
-        Wrong(written, "weight + 1", "bias missing|operation replaced|other|scale", lambda x, w, b: norm(x, 1 + w, b)),
         Wrong(
             ln,
-            "mean is not subtracted",
-            "operation left out|operation replaced|statistics",
-            lambda x, w, b: rms(x, w, 1e-5) + b,
-        ),
-        Wrong(
-            written,
             "mean is not subtracted",
             "operation left out|operation replaced|statistics",
             lambda x, w, b: rms(x, w, 1e-5) + b,
@@ -338,12 +310,6 @@ def _norms() -> list[Wrong]:
         ),
         Wrong(
             ln,
-            "no root",
-            "operation left out|operation replaced",
-            no_root,
-        ),
-        Wrong(
-            written,
             "no root",
             "operation left out|operation replaced",
             no_root,
@@ -460,6 +426,15 @@ def _norms() -> list[Wrong]:
         ),
         Wrong("group norm", "bias of channel 0", "other|bias missing", lambda x, w, b: F.group_norm(x, 4, w) + b[0]),
     ]
+    both = (
+        "unbiased variance",
+        "eps 1e-6",
+        "eps outside of the root",
+        "weight + 1",
+        "mean is not subtracted",
+        "no root",
+    )
+    return wrongs + also(written, ln, wrongs, *both, "no root")
 
 
 def _products() -> list[Wrong]:

@@ -354,5 +354,5 @@ def test_a_stored_program_is_what_it_is(tmp_path: Path, options: dict[str, Any])
 def test_the_table_is_filled_by_whoever_translates() -> None:
     """In an interpreter of its own: other tests import the operators themselves."""
     code = "from glassengine.plugins.onnx.translate import TRANSLATIONS as t; print(*sorted(t))"
-    known = children.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout.split()
+    known = children.run([sys.executable, "-c", code], check=True).stdout.split()
     assert {"Add", "Conv", "MaxPool", "QuantizeLinear", "LSTM", "Resize", "Gather"} <= set(known) and len(known) > 100

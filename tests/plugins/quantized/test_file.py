@@ -7,11 +7,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-import torch
 from onnx import numpy_helper
 
-import glassengine as glass
-from tests.plugins.quantized.test_port import GIVEN, MODELS, files
+from tests.plugins.quantized.test_port import GIVEN, checked, files
 
 __all__ = ["files"]
 
@@ -23,12 +21,6 @@ def rescaled(source: Path, to: Path, name: str, factor: float) -> Path:
     scale.CopyFrom(numpy_helper.from_array(value, name))
     onnx.save(model, str(to))
     return to
-
-
-def checked(name: str, path: Path, folder: Path, **changed: torch.Tensor) -> glass.Comparison:
-    given = folder / "given.npz"
-    np.savez(given, **{key: value.numpy() for key, value in (GIVEN[name] | changed).items()})
-    return glass.check(MODELS[name](), candidate=path, inputs=str(given))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from onnxruntime import quantization
 import glassengine as glass
 from glassengine.cli.main import main
 from glassengine.results import Comparison
+from tests.plugins.quantized.test_port import another_op
 
 KINDS = ("qdq", "qoperator", "dynamic")
 Edit = Callable[[onnx.ModelProto], None]
@@ -164,13 +165,6 @@ def rewritten(name: str, change: Callable[[Any], Any]) -> Edit:
         (tensor,) = [one for one in model.graph.initializer if one.name == name]
         before = numpy_helper.to_array(tensor)
         tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(change(before)).astype(before.dtype), name))
-
-    return edit
-
-
-def another_op(old: str, new: str) -> Edit:
-    def edit(model: onnx.ModelProto) -> None:
-        next(node for node in model.graph.node if node.op_type == old).op_type = new
 
     return edit
 

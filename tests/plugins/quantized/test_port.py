@@ -106,9 +106,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Pat
     return found
 
 
-def checked(name: str, path: Path, folder: Path) -> glass.Comparison:
+def checked(name: str, path: Path, folder: Path, **changed: torch.Tensor) -> glass.Comparison:
     given = folder / "given.npz"
-    np.savez(given, **{key: value.numpy() for key, value in GIVEN[name].items()})
+    np.savez(given, **{key: value.numpy() for key, value in (GIVEN[name] | changed).items()})
     return glass.check(MODELS[name](), candidate=path, inputs=str(given))
 
 

@@ -19,6 +19,7 @@ from glassengine.plugins.quantized.suggest import MixedDtypes, smallest
 from glassengine.progress import silent
 from glassengine.testing import models
 from glassengine.testing.quantized import save_quantized
+from tests.plugins.quantized.test_check import base as base
 
 
 class Block(nn.Module):
@@ -100,14 +101,6 @@ def test_as_small_as_exhaustive_search(name: str) -> None:
 def test_as_small_as_exhaustive_search_over_budgets(name: str) -> None:
     sizes = [searched(small_models()[name], budget) for budget in range(36, 64, 2)]
     assert all(least is not None and found <= 1.5 * least for found, least in sizes)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("suggest") / "base"
-    model: Any = models.llama()
-    model.save_pretrained(directory)
-    return directory
 
 
 def test_everything_kept_is_the_baseline_bit_for_bit() -> None:

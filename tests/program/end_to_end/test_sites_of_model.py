@@ -87,7 +87,7 @@ def test_no_memory_is_taken_for_weights(tmp_path: Path) -> None:
         print(len(found), grown // 1024)
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = children.run(command, imports=children.MODELS, capture_output=True, text=True, timeout=600, check=True)
+    done = children.run(command, imports=children.MODELS, timeout=600, check=True)
     num_sites, grown_mib = map(int, done.stdout.split()[-2:])
     assert num_sites > 50
     assert grown_mib < 600

@@ -333,6 +333,11 @@ def test_factories_that_fail(tmp_path: Path, name: str, message: str) -> None:
         load_model(f"{write_factory(tmp_path / 'ours', 5)}:{name}")
 
 
+def test_an_object_that_is_no_model() -> None:
+    with pytest.raises(UsageError, match=r"a model of no known type\n.*dict"):
+        load_model({"weight": torch.zeros(2)})  # type: ignore[arg-type]
+
+
 def test_files_and_modules_that_cannot_be_imported(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("1 / 0")
     with pytest.raises(UsageError, match=r"bad.py cannot be imported\n.*ZeroDivisionError"):

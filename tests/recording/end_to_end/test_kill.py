@@ -200,24 +200,3 @@ def test_a_directory_that_goes_away(tmp_path: Path) -> None:
     said, _ = child.communicate(timeout=600)
     assert "No such file" in said and "2 completed steps are safe" in said
     assert intact_steps(tmp_path / "r-moved") == 2 and not Recording.open(tmp_path / "r-moved").complete
-
-
-def test_a_forked_child_leaves_the_recording_alone(tmp_path: Path) -> None:
-    child = start(
-        """
-        with glass.record(model, sys.argv[1]):
-            model(0)
-            pid = os.fork()
-            if pid == 0:
-                for step in range(3000):
-                    model(step)
-                os._exit(0)
-            os.waitpid(pid, 0)
-            model(1)
-        print("done")
-        """,
-        tmp_path / "r",
-    )
-    said, errors = child.communicate(timeout=600)
-    assert said == "done\n", errors
-    assert intact_steps(tmp_path / "r") == 2 and Recording.open(tmp_path / "r").complete

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,26 @@ def spool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_in_memory: No
     return tmp_path / "spool"
 
 
+BeforePut = Callable[[Callable[[str], object]], None]
+
+
+@pytest.fixture
+def before_put(monkeypatch: pytest.MonkeyPatch) -> BeforePut:
+    """Return what has a function see the URL of each object before it is put; it may wait, or raise."""
+    put = objects.put
+    return lambda first: monkeypatch.setattr(objects, "put", lambda path, url: (first(url), put(path, url)))
+
+
+def refuse(part: str) -> Callable[[str], None]:
+    """Return a store that cannot be used for objects with this in their names."""
+
+    def refused(url: str) -> None:
+        if part in url:
+            raise UsageError("the store cannot be used", got="planted")
+
+    return refused
+
+
 def values(step: int, site: int) -> torch.Tensor:
     return torch.full((SIZE,), float(100 * step + site))
 
@@ -56,9 +77,9 @@ def require_all(recording: glass.Recording) -> None:
             assert torch.equal(recording.tensor(f"layer.{site}", step), values(step, site))
 
 
-def test_shards_go_first_and_the_manifest_last(spool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put, order = objects.put, []
-    monkeypatch.setattr(objects, "put", lambda path, url: (order.append(url.rpartition("/")[2]), put(path, url)))
+def test_shards_go_first_and_the_manifest_last(spool: Path, before_put: BeforePut) -> None:
+    order: list[str] = []
+    before_put(lambda url: order.append(url.rpartition("/")[2]))
     writer = write()
     assert writer.deliver() is None
     shards = [name for name in order if name.startswith("shard")]
@@ -86,17 +107,16 @@ def test_sealed_shards_can_be_read_before_the_end() -> None:
     assert writer.deliver() is None
 
 
-def test_waiting_uploads_are_bounded(spool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_uploads_are_bounded(spool: Path, before_put: BeforePut) -> None:
     """A slow store: who writes waits, and neither disk nor memory takes more."""
-    put, most, spool_bytes = objects.put, [0], 1 << 18
+    most, spool_bytes = [0], 1 << 18
 
-    def slow(path: Path, url: str) -> None:
+    def slow(_: str) -> None:
         time.sleep(0.03)
         size = sum(file.stat().st_blocks * 512 for file in spool.rglob("shard*"))
         most[0] = max(most[0], size)
-        put(path, url)
 
-    monkeypatch.setattr(objects, "put", slow)
+    before_put(slow)
     begun = time.monotonic()
     writer = write(spool_bytes)
     took = time.monotonic() - begun
@@ -105,36 +125,28 @@ def test_waiting_uploads_are_bounded(spool: Path, monkeypatch: pytest.MonkeyPatc
     require_all(glass.Recording.open(URL))
 
 
-def test_a_store_that_fails_in_passing(monkeypatch: pytest.MonkeyPatch) -> None:
-    put, failures = objects.put, [3]
+def test_a_store_that_fails_in_passing(before_put: BeforePut) -> None:
+    failures = [3]
 
-    def failing(path: Path, url: str) -> None:
+    def failing(url: str) -> None:
         if "shard" in url and failures[0]:
             failures[0] -= 1
             raise UsageError("the store cannot be used", got="500")
-        put(path, url)
 
-    monkeypatch.setattr(objects, "put", failing)
+    before_put(failing)
     assert write().deliver() is None
     require_all(glass.Recording.open(URL))
 
 
-def test_a_store_that_goes_away(spool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_goes_away(spool: Path, before_put: BeforePut) -> None:
     """The recording stops, what was written stays here, and is brought there later."""
-    put = objects.put
-
-    def failing(path: Path, url: str) -> None:
-        if "shard-00002" in url:
-            raise UsageError("the store cannot be used", got="planted")
-        put(path, url)
-
-    monkeypatch.setattr(objects, "put", failing)
+    before_put(refuse("shard-00002"))
     net, x = Net(), torch.ones(30_000)
     with pytest.raises(GlassError, match="planted"), glass.record(net, URL, spool_bytes=1 << 20) as recorder:
         for step in range(12):
             assert torch.equal(net(x * step), x * step + 15), "the model goes on"
             recorder.wait()
-    monkeypatch.setattr(objects, "put", put)
+    before_put(lambda _: None)
     done = commands.upload(URL)
     assert not done.complete and 2 <= done.num_steps < 12 and not any(spool.iterdir())
     found = glass.Recording.open(URL)
@@ -143,16 +155,9 @@ def test_a_store_that_goes_away(spool: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_store_that_does_not_answer_at_the_end(
-    spool: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    spool: Path, caplog: pytest.LogCaptureFixture, before_put: BeforePut
 ) -> None:
-    put = objects.put
-
-    def failing(path: Path, url: str) -> None:
-        if "shard-00009" in url:
-            raise UsageError("the store cannot be used", got="planted")
-        put(path, url)
-
-    monkeypatch.setattr(objects, "put", failing)
+    before_put(refuse("shard-00009"))
     problem = write(1 << 19).deliver()
     assert problem is not None and "planted" in str(problem) and f"glass upload {URL}" in str(problem.hint)
     assert not glass.Recording.open(URL).complete and len(glass.Recording.open(URL).steps) > 3
@@ -163,7 +168,7 @@ def test_a_store_that_does_not_answer_at_the_end(
         (left / "recording" / name).write_bytes(b"x")
     with pytest.raises(UsageError, match="exists already"):
         write()
-    monkeypatch.setattr(objects, "put", put)
+    before_put(lambda _: None)
     found = commands.upload(URL)
     assert (found.num_steps, found.complete) == (STEPS, True)
     assert all(item.name.startswith(("shard-0", "index.log", "recording.json")) for item in objects.listed(URL))
@@ -174,11 +179,8 @@ def test_a_store_that_does_not_answer_at_the_end(
         commands.upload(URL)
 
 
-def test_an_unusable_store_is_found_before_the_model_runs(spool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*_: object) -> None:
-        raise UsageError("the store cannot be used", got="planted")
-
-    monkeypatch.setattr(objects, "put", failing)
+def test_an_unusable_store_is_found_before_the_model_runs(spool: Path, before_put: BeforePut) -> None:
+    before_put(refuse(""))
     net = nn.ReLU()
     with pytest.raises(UsageError, match="planted"), glass.record(net, URL):
         raise AssertionError("not reached")
@@ -217,15 +219,9 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("when_behind", ["wait", "cut"])
-def test_a_model_whose_store_is_slow(when_behind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    put, slow = objects.put, threading.Event()
-
-    def held(path: Path, url: str) -> None:
-        if "shard" in url:
-            slow.wait(0.02)
-        put(path, url)
-
-    monkeypatch.setattr(objects, "put", held)
+def test_a_model_whose_store_is_slow(when_behind: str, before_put: BeforePut) -> None:
+    slow = threading.Event()
+    before_put(lambda url: "shard" in url and slow.wait(0.02))
     net, x = Net(), torch.ones(30_000)
     with glass.record(net, URL, spool_bytes=1 << 20, when_behind=when_behind) as recorder:  # type: ignore[arg-type]
         for step in range(12):
@@ -259,15 +255,11 @@ def test_a_recording_of_this_machine_is_uploaded_whole(tmp_path: Path) -> None:
         commands.upload(tmp_path / "none", "memory://other")
 
 
-def test_a_process_that_ends_does_not_wait_for_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    put, over = objects.put, threading.Event()
-
-    def hangs(path: Path, url: str) -> None:
-        if "shard" in url:
-            over.wait(60)
-        put(path, url)
-
-    monkeypatch.setattr(objects, "put", hangs)
+def test_a_process_that_ends_does_not_wait_for_a_store_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, before_put: BeforePut
+) -> None:
+    over = threading.Event()
+    before_put(lambda url: "shard" in url and over.wait(60))
     monkeypatch.setattr(destination, "_LAST_S", 0.2)
     writer = write(1 << 24)
     problem = writer.deliver(0.1)
@@ -279,17 +271,12 @@ def test_a_process_that_ends_does_not_wait_for_a_store_that_hangs(monkeypatch: p
     require_all(glass.Recording.open(URL))
 
 
-def test_a_process_that_ends_does_not_wait_for_room(spool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ends_does_not_wait_for_room(
+    spool: Path, monkeypatch: pytest.MonkeyPatch, before_put: BeforePut
+) -> None:
     """As SIGTERM does while the model waits for a store that has gone."""
-    put = objects.put
-
-    def failing(path: Path, url: str) -> None:
-        if "shard" in url:
-            raise UsageError("the store cannot be used", got="planted")
-        put(path, url)
-
     monkeypatch.setattr(destination, "PATIENCE_S", 60.0)
-    monkeypatch.setattr(objects, "put", failing)
+    before_put(refuse("shard"))
     writer = BackgroundWriter(URL, metadata={}, spool_bytes=1 << 20)
     for step in range(20):
         writer.write("x", step, torch.full((40_000,), float(step)))
@@ -298,7 +285,7 @@ def test_a_process_that_ends_does_not_wait_for_room(spool: Path, monkeypatch: py
     with pytest.raises(GlassError, match="planted"):
         writer.close("stopped by SIGTERM", patience_s=0.1)
     assert time.monotonic() - begun < 20
-    monkeypatch.setattr(objects, "put", put)
+    before_put(lambda _: None)
     assert commands.upload(URL).num_steps == 20
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from glassengine.report.page.head import facts_of, is_of_one_process
+from glassengine.report.page.head import facts_of, filled, is_of_one_process, table
 
 
 def test_differences_stand_first_and_long_lists_are_shortened() -> None:
@@ -25,3 +25,11 @@ def test_facts_of_every_kind_are_text_without_surprises() -> None:
     texts = {fact.name: fact.baseline for fact in found}
     assert texts["text"] == "\\u202eabc\\n" and len(texts["long"]) < 2100 and "none" not in texts
     assert facts_of({}) == []
+
+
+def test_a_table_has_no_empty_column_and_sets_numbers_right() -> None:
+    rows = [("1", "a.b", "", "8.1e+7"), ("12", "c", "", "0.5%")]
+    shown = table("T", "About.", ("step", "site", "note", "error"), rows)
+    assert shown.columns == ("step", "site", "error") and shown.kinds == ("number", "code", "number")
+    assert shown.rows == (("1", "a.b", "8.1e+7"), ("12", "c", "0.5%"))
+    assert filled(table("T", "About.", ("step",), []), shown) == (shown,)

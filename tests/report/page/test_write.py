@@ -61,7 +61,7 @@ def test_the_page_says_the_answer_without_scripts_and_without_data(tmp_path: Pat
         place, code = source.split(": ", 1)
         assert place in said and code in said
     assert "the scale is 0.196078 instead of 0.176777" in said
-    assert "3.11e+03 times what rounding alone explains, 41 times the rounding bound of this op" in said
+    assert "3110 times what rounding alone explains, 41 times the rounding bound of this op" in said
     assert not written.ok and written.verdict == "wrong"
     assert written.num_tensors == 96 and written.num_files == len(files_of(tmp_path / "report"))
     assert written.total_bytes == sum(map(len, files_of(tmp_path / "report").values()))

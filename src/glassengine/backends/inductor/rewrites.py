@@ -194,10 +194,10 @@ def _group(graph: Graph, node: Node, masks: dict[tuple[Node, int], Node]) -> boo
 
 
 def _write_out(graph: Graph, node: Node) -> None:
-    arguments = _arguments(node)
-    if arguments is None:
+    given = _arguments(node)
+    if given is None:
         return
-    query, keys, values, mask = arguments
+    query, keys, values, mask = given
     dtype = query.meta["val"].dtype
     scale = node.kwargs.get("scale") or float(query.meta["val"].shape[-1]) ** -0.5
     with graph.inserting_before(node):
@@ -215,8 +215,15 @@ def _write_out(graph: Graph, node: Node) -> None:
             scores = _call(graph, node, "masked", _aten.add.Tensor, scores, mask)
         shares = _call(graph, node, "shares", _aten._safe_softmax.default, scores, -1)
         result = _call(graph, node, "result", _aten.matmul.default, shares, values)
+        target: Any = _aten.to.dtype
+        arguments: tuple[Any, ...] = (result, dtype)
+        if _lies_by_rows(node):
+            result = _call(graph, node, "narrow", target, *arguments)
+            result = _call(graph, node, "ordered", _aten.transpose.int, result, 1, 2)
+            result = _call(graph, node, "copied", _aten.clone.default, result, memory_format=torch.contiguous_format)
+            target, arguments = _aten.transpose.int, (result, 1, 2)
     # It keeps its name, which outputs and recordings go by.
-    node.target, node.args, node.kwargs = _aten.to.dtype, (result, dtype), {}
+    node.target, node.args, node.kwargs = target, arguments, {}
 
 
 def _arguments(node: Node) -> tuple[Node, Node, Node, Node | None] | None:

@@ -21,7 +21,7 @@ import torch
 from glassengine.backends.protocol.backend import Layer, Network, NetworkTensor
 from glassengine.errors import CorruptError
 from glassengine.program.onnx.file import MAX_BYTES
-from glassengine.program.onnx.session import start
+from glassengine.program.onnx.session import SessionSettings, start
 from glassengine.program.onnx.tensors import check_settings, check_tensors, check_texts
 from glassengine.program.representation.program import Program
 from glassengine.reading.documents import damaged
@@ -124,19 +124,10 @@ def list_optimized(path: Path, program: Program, network: Network) -> Network | 
     producers = {tensor.name: layer.nodes for layer in network.layers for tensor in layer.outputs}
     with tempfile.TemporaryDirectory(prefix="glassengine-") as folder:
         optimized = Path(folder) / "optimized.onnx"
-        _optimize(path, optimized)
+        start(str(path), SessionSettings({"optimized_model_filepath": str(optimized)}).options())
         note = "what ONNX Runtime runs on this processor, after its own fusions."
         model = onnx.load(optimized, load_external_data=False)
         return _network(model, producers, _readable_sizes(model.graph, program), note)
-
-
-def _optimize(path: Path, target: Path) -> None:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.optimized_model_filepath = str(target)
-    options.log_severity_level = 4  # it warns that the file fits this processor only
-    start(str(path), options)
 
 
 def _readable_sizes(graph: Any, program: Program) -> dict[str, str]:

@@ -14,6 +14,7 @@ from glassengine.compare.matching.sources import SourceWrapper, is_of_activation
 from glassengine.compare.ranks.assembly import EXPLAINED, MEAN, SUM, Assembly, error_of
 from glassengine.compare.ranks.ranks import AssembledRanks
 from glassengine.compare.ranks.spread import RankArrangement, RankPart, sample_of
+from glassengine.errors import shortened
 from glassengine.numerics.distances import tensor_hints
 from glassengine.recording.layout.layout import Entry
 from glassengine.results import FLAGGED, Hint, Pair
@@ -309,9 +310,7 @@ def _error_but_for_a_vector(x: Tensor, whole: Tensor) -> float:
 
 
 def _names(ranks: Iterable[int]) -> str:
-    named: Sequence[int] = list(ranks)
-    more = f" and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
-    return ", ".join(map(str, named[:_MAX_NAMED])) + more
+    return shortened(ranks, _MAX_NAMED)
 
 
 def rank_and_hints(

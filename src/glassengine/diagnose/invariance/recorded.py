@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +37,6 @@ from glassengine.results.without_tensors import (
 )
 from glassengine.serving.protocol import ServingOptions, ServingRun, open_served
 
-_MOST_WORDS = 400
 _PROMPT, _LEAST_PROMPT = 12, 3
 _RESULTS = ("logits", "returned/logits")
 """Of ONNX graphs, whose results are recorded before their operations."""
@@ -173,19 +171,10 @@ def _last_step(path: Path) -> LiveStep:
 
 def _run(path: Path, seeded: bool, is_module: bool, words: Sequence[str], variables: Mapping[str, str]) -> None:
     given = [str(path), str(int(seeded)), str(int(is_module)), *words]
-    with tempfile.TemporaryFile() as output:
-        done = starting.run(
-            starting.python(__name__, *given),
-            cwd=Path.cwd(),
-            env=starting.surroundings() | dict(variables),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=output,
-        )
-        if done.returncode:
-            output.seek(max(0, output.tell() - _MOST_WORDS))
-            last = output.read().decode(errors="replace").strip().splitlines()
-            raise GlassError("the script failed", got=f"exit status {done.returncode}: {last[-1] if last else ''}")
+    surroundings = starting.surroundings() | dict(variables)
+    status, last = starting.run_silently(starting.python(__name__, *given), cwd=Path.cwd(), env=surroundings)
+    if status:
+        raise GlassError("the script failed", got=f"exit status {status}: {last}")
 
 
 def _differences(first: Path, second: Path) -> Iterator[tuple[Path, Entry, Entry | None]]:

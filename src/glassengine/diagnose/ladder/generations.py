@@ -102,7 +102,7 @@ def beside_source(model: LoadedModel, inputs: Inputs) -> list[str]:
 
 
 def start_both(
-    model: LoadedModel, inputs: Inputs, steps: int, stack: ExitStack, progress: Progress
+    model: LoadedModel, inputs: Inputs, steps: int, stack: ExitStack, progress: Progress, _: Case | None = None
 ) -> tuple[Climb, ...]:
     """Return the climbs of encoder and decoder, each with its first side.
 
@@ -293,7 +293,7 @@ class ImageTextSide(ModuleSide):
 
 
 def start_with_images(
-    model: LoadedModel, inputs: Inputs, steps: int, stack: ExitStack, progress: Progress
+    model: LoadedModel, inputs: Inputs, steps: int, stack: ExitStack, progress: Progress, _: Case | None = None
 ) -> tuple[Climb, ...]:
     """Return the climbs of vision and decoder, each with its first side; that of the decoder alone without images.
 
@@ -427,18 +427,6 @@ def _start_one(
     return (start(model, inputs, steps, stack, progress, case),)
 
 
-def _start_both(
-    model: LoadedModel, inputs: Inputs, steps: int, stack: ExitStack, progress: Progress, case: Case | None
-) -> Sequence[Climb]:
-    return start_both(model, inputs, steps, stack, progress)
-
-
-def _start_with_images(
-    model: LoadedModel, inputs: Inputs, steps: int, stack: ExitStack, progress: Progress, case: Case | None
-) -> Sequence[Climb]:
-    return start_with_images(model, inputs, steps, stack, progress)
-
-
 def _beside_images(model: LoadedModel, inputs: Inputs) -> list[str]:
     return [name for name in beside_tokens(inputs) if name != PIXELS]
 
@@ -457,6 +445,6 @@ JUDGED: Mapping[GenerationKind, GenerationRequest] = {
     PLAIN: GenerationRequest(_start_one, lambda model, inputs: []),
     CAUSAL: GenerationRequest(_start_one, _beside_prompts),
     RECURRENT: GenerationRequest(_start_one, _beside_prompts),
-    ENCODER_DECODER: GenerationRequest(_start_both, beside_source),
-    IMAGE_TEXT: GenerationRequest(_start_with_images, _beside_images, _without_derived),
+    ENCODER_DECODER: GenerationRequest(start_both, beside_source),
+    IMAGE_TEXT: GenerationRequest(start_with_images, _beside_images, _without_derived),
 }

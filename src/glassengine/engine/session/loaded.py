@@ -39,16 +39,7 @@ STEP_INPUTS = ("input_ids", "attention_mask", "position_ids", "cache_position")
 
 
 class LoadedEngine(HasSites):
-    """An engine in memory.
-
-    Attributes:
-        directory: Where it is.
-        manifest: What `engine.json` says.
-        executable: Its compiled graph.
-        sites: Names of every tensor of its program.
-        model: What the user named to take weights from that are not in the engine; None takes the checkpoint that the
-            manifest names.
-    """
+    """An engine in memory; its attributes are those of `Engine`."""
 
     model: str | Path | None = None
     _trusted = False

@@ -47,7 +47,7 @@ class HiddenValues:
 
     def __init__(self, graph: Graph, exactness: Exactness) -> None:
         self._exactness = exactness
-        self._leading, self._only_softmax = _read_by_softmax(graph)
+        self._leading, self._only_softmax = read_by_softmax(graph)
         self._made_of_exact: set[Node] = set()
         self._found: dict[Node, Tensor] = {}
 
@@ -126,7 +126,7 @@ class HiddenValues:
         return found > 0 if isinstance(found, Tensor) and found.shape == value.shape else None
 
 
-def _read_by_softmax(graph: Graph) -> tuple[set[Node], set[Node]]:
+def read_by_softmax(graph: Graph) -> tuple[set[Node], set[Node]]:
     """Return the nodes that become scores of a softmax or the mask of an attention; and those that become no more."""
     leading: set[Node] = set()
     only: set[Node] = set()

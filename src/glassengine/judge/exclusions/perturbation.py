@@ -13,7 +13,8 @@ first one alone and takes it afterwards: the other rows are right as well. The b
 their place; if no result holds a NaN, they are not read. The proof must hold for other inputs as well, so an op counts
 as reading an element if it makes a number of a NaN without leaving it out (a comparison, a ranking), or if what is
 given decides what it leaves out (an index, a mask, a length): another input would leave out something else, and a
-mistake that these inputs hide is one.
+mistake that these inputs hide is one. Scores that a mask hides from a softmax are the exception: an attention in one op
+shows none of them either, and whether the candidate hides them is judged where they are hidden.
 
 They are not a `Source`: nothing marks these elements before they are compared. It is asked after a step, for elements
 that were found to differ, whether all that reads them drops any value at all. The rest of the tensor must be right by
@@ -22,7 +23,7 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +33,9 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.blocks import agree
-from glassengine.numerics.float64 import target_of
+from glassengine.numerics.float64 import is_real, target_of
 from glassengine.numerics.judgement import Judgement, unit_roundoff
+from glassengine.numerics.mask_values import HIDDEN
 from glassengine.ops.row import OpTraits
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.outputs import last_uses
@@ -322,19 +324,25 @@ def unread_nodes(program: Program) -> set[str]:
 
 
 @torch.no_grad()
-def unread(program: Program, inputs: Mapping[str, torch.Tensor], marked: Mapping[str, torch.Tensor]) -> set[str]:
+def unread(
+    program: Program,
+    inputs: Mapping[str, torch.Tensor],
+    marked: Mapping[str, torch.Tensor],
+    scores: Collection[Node] = (),
+) -> set[str]:
     """Return the nodes of which no result, and no cache, reads the marked elements.
 
     Args:
         program: Of the baseline, with weights.
         inputs: Of one step, by name.
         marked: Node -> bool mask in the shape of its value.
+        scores: Nodes that nothing but a softmax reads: what a mask hides in them is not read.
     """
     given = {port.node: inputs.get(port.name) for port in program.inputs} | program.weights()
     if any(node.users and given.get(node.name) is None for node in program.graph.find_nodes(op="placeholder")):
         return set()  # the caches of a later step are not available: nothing is left out
     values: dict[Node, Any] = {}
-    waiting = {name: _Lane(mask, values) for name, mask in list(marked.items())[:MOST_MARKED]}
+    waiting = {name: _Lane(mask, values, scores) for name, mask in list(marked.items())[:MOST_MARKED]}
     last_use, varying = last_uses(program), _of_inputs(program)
     for node in program.graph.nodes:
         if node.op == "placeholder":
@@ -362,16 +370,17 @@ class _Lane(OtherValues):
     Args:
         mask: Bool mask of these elements.
         values: Of the nodes computed so far.
+        scores: As for `unread`.
     """
 
-    def __init__(self, mask: torch.Tensor, values: Mapping[Node, Any]) -> None:
+    def __init__(self, mask: torch.Tensor, values: Mapping[Node, Any], scores: Collection[Node]) -> None:
         super().__init__(self._called)
-        self._mask, self._values = mask, values
+        self._mask, self._values, self._scores = mask, values, scores
 
     def mark(self, node: Node) -> bool:
         """Put NaN into the value of a node; return whether that is possible."""
         value = self._values[node]
-        is_possible = _is_float(value) and self._mask.shape == value.shape
+        is_possible = is_real(value) and self._mask.shape == value.shape
         if is_possible:
             self.perturbed[node] = torch.where(self._mask, torch.nan, value)
         return is_possible
@@ -388,15 +397,18 @@ class _Lane(OtherValues):
             return False
         leaves = pytree.tree_leaves(self._values.get(node))
         ranks = traits.choice is not None and traits.choice.places
-        if node.op == "output" or traits.is_arbitrary or ranks or not all(_is_float(leaf) for leaf in leaves):
+        if node.op == "output" or traits.is_arbitrary or ranks or not all(is_real(leaf) for leaf in leaves):
             return True
-        decide = [s for s in node.all_input_nodes if s in varying and not _is_float(self._values[s])]
+        decide = [s for s in node.all_input_nodes if s in varying and not is_real(self._values[s])]
         # The bounds of a part may be sizes of what is given.
-        if traits.selects and any(isinstance(self._values[s], (torch.Tensor, int)) for s in decide):
+        hides = node in self._scores
+        if traits.selects and not hides and any(isinstance(self._values[s], (torch.Tensor, int)) for s in decide):
             return True
         other = self.below(node, self._values[node])
         if other is WHOLE:
             return True
+        if hides and other.shape == leaves[0].shape:
+            other = torch.where(leaves[0] <= HIDDEN, leaves[0], other)
         for ours, theirs in zip(leaves, pytree.tree_leaves(other), strict=True):
             if theirs.shape != ours.shape or bool(((theirs != ours) & ~theirs.isnan()).any()):
                 return True
@@ -416,7 +428,3 @@ def _of_inputs(program: Program) -> set[Node]:
         if is_given or any(source in found for source in node.all_input_nodes):
             found.add(node)
     return found
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -27,6 +27,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.judge.exclusions.perturbation import EXACT, WHOLE, Source, Values, differs
+from glassengine.numerics.float64 import is_real
 from glassengine.numerics.judgement import SUSPICIOUS, unit_roundoff
 from glassengine.ops.row import Choice, argument
 from glassengine.ops.traits import traits_of
@@ -207,7 +208,7 @@ def settled_sources(node: Node, values: Values) -> dict[str, Tensor]:
     settled = {}
     for source in node.all_input_nodes:
         runs = values[source]
-        if _is_float(runs[0]):
+        if is_real(runs[0]):
             settled[source.name] = torch.where(_spread(runs) == 0, runs[0].double(), torch.nan)
     return settled
 
@@ -219,14 +220,14 @@ def _chosen_otherwise(node: Node, env: Values, other: Any, other_values: Mapping
         return other
     values = env[sources[0]]
     choice = ranking(node)
-    if choice is not None and _is_float(values[0]) and values[0].dim():
+    if choice is not None and is_real(values[0]) and values[0].dim():
         # Of several ties above, one may be turned over and another not: the choice is any.
         u = unit_roundoff(sources[0].meta["val"].dtype)
         hangs = differs(other_values[sources[0]], values[0], _SAME * u) if sources[0] in other_values else None
         return _ranked_otherwise(node, choice, values, other, hangs)
     if is_comparison(node):
         sides = [env[arg] if isinstance(arg, Node) else [arg] * len(values) for arg in node.args[:2]]
-        if not all(_is_float(side[0]) for side in sides if isinstance(side[0], Tensor)):
+        if not all(is_real(side[0]) for side in sides if isinstance(side[0], Tensor)):
             return other
         gaps = [a - b for a, b in zip(*sides, strict=True)]
         noise = _spread(gaps)
@@ -234,8 +235,8 @@ def _chosen_otherwise(node: Node, env: Values, other: Any, other_values: Mapping
         # runs may underestimate the noise.
         margin = SUSPICIOUS * torch.where(noise > 0, _noise(gaps, -1) if gaps[0].dim() else noise, 0.0)
         return other ^ ((gaps[0].abs() <= margin) & (margin > 0) & (other == env[node][0]))
-    is_integer = isinstance(other, Tensor) and not _is_float(other) and other.dtype is not torch.bool
-    if traits_of(node).casts and is_integer and _is_float(values[0]):
+    is_integer = isinstance(other, Tensor) and not is_real(other) and other.dtype is not torch.bool
+    if traits_of(node).casts and is_integer and is_real(values[0]):
         return _cast_otherwise(sources[0], values, other, env[node][0])
     return other
 
@@ -259,7 +260,7 @@ def _ranked_otherwise(node: Node, choice: Choice, values: Sequence[Tensor], othe
     exact = values[0]
     at = chosen_along(node)
     indices = other[1] if isinstance(other, (tuple, list)) else other
-    if not isinstance(at, int) or not isinstance(indices, Tensor) or _is_float(indices) or exact.shape[at] < 2:
+    if not isinstance(at, int) or not isinstance(indices, Tensor) or is_real(indices) or exact.shape[at] < 2:
         return other  # of all elements at once, say: runs that differ are seen all the same
     order = exact.sort(dim=at, descending=_is_descending(node, choice), stable=True)
     size, noise = exact.shape[at], _noise(values, at)
@@ -305,12 +306,8 @@ def _is_of_places(node: Node) -> bool:
     return bool(traits.in_place) or (traits.moves and traits.choice is None and not traits.reorders)
 
 
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
 def _is_continuous(value: Any) -> bool:
-    return _is_float(value) or (isinstance(value, Tensor) and value.is_complex())
+    return is_real(value) or (isinstance(value, Tensor) and value.is_complex())
 
 
 def _noise(values: Sequence[Tensor], dim: int) -> Tensor:

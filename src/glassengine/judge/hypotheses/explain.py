@@ -33,8 +33,9 @@ from glassengine.judge.hypotheses.mistakes.tensor_roles import OF_VALUES, are_of
 from glassengine.judge.hypotheses.mistakes.weights_read import weights
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, constants_of
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import OutOfWork, edited, is_real
+from glassengine.judge.hypotheses.trials.trial import OutOfWork, edited
 from glassengine.judge.site_pairs import ancestors, down, passes_on
+from glassengine.numerics.float64 import is_real
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name, source_line
 from glassengine.results import Altered, Hint, Kind

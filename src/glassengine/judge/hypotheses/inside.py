@@ -19,9 +19,8 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import BackendError
-from glassengine.judge.hypotheses.trials.trial import is_real
 from glassengine.judge.replay.values import called
-from glassengine.numerics.float64 import retarget, target_of
+from glassengine.numerics.float64 import is_real, retarget, target_of
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.program.onnx.control import LABEL, NAME, Step, Tracer
 from glassengine.program.onnx.function import Composite, thresholds_of

@@ -21,7 +21,7 @@ from glassengine.judge.hypotheses.trials.hypothesis import called, constants_of,
 from glassengine.judge.hypotheses.trials.question import Question, TheirRegion, in_its_dtype, noise_of
 from glassengine.judge.hypotheses.trials.trial import FAILS, OF_DIFFERENCES, Budget, Trial, real_parts
 from glassengine.judge.pieces import Piece, cut
-from glassengine.judge.site_pairs import ancestors, down, origin_of, passes_on, readers_of, region_of, up
+from glassengine.judge.site_pairs import ancestors, down, origin_of, passed_on, readers_of, region_of, up
 from glassengine.program.representation.naming import op_name, source_line
 from glassengine.program.representation.program import Program
 from glassengine.results import Hint
@@ -270,7 +270,7 @@ class MistakeSearch:
         """Whether the candidate's tensor passes on what is the counterpart of another op that `node` is not made of."""
         target = self.counterpart(node)
         ours = {theirs: name for name, theirs in self.counterparts.items() if name not in self.flagged}
-        for source in () if target is None else itertools.islice(_passed(target), 1, None):
+        for source in () if target is None else passed_on(target):
             if source.name in ours:
                 is_made_of = ours[source.name] in {other.name for other in ancestors(node)}
                 return not is_made_of and not self._is_read_alike(node)
@@ -280,7 +280,9 @@ class MistakeSearch:
         """Whether an op of both sides reads the two tensors: then they belong together, whatever they are."""
         target = self.counterparts.get(node.name)
         there = [other for user in readers_of(node) if (other := self.counterpart(user)) is not None]
-        return any(one.name == target for op in there for read in op.all_input_nodes for one in _passed(read))
+        return any(
+            one.name == target for op in there for read in op.all_input_nodes for one in (read, *passed_on(read))
+        )
 
     def _read(self, trial: Trial, theirs: list[Node]) -> frozenset[str]:
         """Return the inputs of which the candidate's op of the same name reads the counterpart; another op may too."""
@@ -360,7 +362,7 @@ class MistakeSearch:
         """Yield the counterparts of what the candidate's ops of a region read."""
         ours = {theirs: name for name, theirs in self.counterparts.items() if name in self._known}
         for source in dict.fromkeys(source for op in self._theirs(node) for source in op.all_input_nodes):
-            for one in _passed(source):
+            for one in (source, *passed_on(source)):
                 if one.name in ours:
                     yield ours[one.name], self._known[ours[one.name]]
 
@@ -374,14 +376,6 @@ class MistakeSearch:
         for name in sorted(places, key=lambda n: abs(places[n] - here)):
             if name in first or order.get(name, here) < here:
                 yield name, self._known[name]
-
-
-def _passed(node: Node) -> Iterator[Node]:
-    """Yield a node, and what it passes on the values of."""
-    yield node
-    while passes_on(node) and node.args and isinstance(node.args[0], Node):
-        node = node.args[0]
-        yield node
 
 
 def is_still_computed(node: Node, program: Program, candidate: Program | None) -> bool:

@@ -18,7 +18,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.judge.hypotheses.mistakes.weights_read import relation
-from glassengine.judge.site_pairs import origin_of, passes_on
+from glassengine.judge.site_pairs import origin_of, passed_on, passes_on
 from glassengine.numerics.arrangements import arrangements
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.program.representation.outputs import weight_only_nodes
@@ -168,19 +168,13 @@ class _Side:
 
 def _is_counterpart(a: Node, b: Node, pairs: Mapping[str, str], ours: _Side, theirs: _Side) -> bool:
     """Whether two nodes, or what they pass on, are each other's counterparts."""
-    of_b = [b, *_passed_on(b)]
-    for node in (a, *_passed_on(a)):
+    of_b = [b, *passed_on(b)]
+    for node in (a, *passed_on(a)):
         if pairs.get(node.name) in {other.name for other in of_b}:
             return True
         if node.op == "placeholder" and node.name in ours.ports:
             return any(theirs.ports.get(other.name) == ours.ports[node.name] for other in of_b)
     return False
-
-
-def _passed_on(node: Node) -> Iterator[Node]:
-    while passes_on(node) and node.args and isinstance(node.args[0], Node):
-        node = node.args[0]
-        yield node
 
 
 def _have_one_shape(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -178,6 +178,7 @@ class SegmentReplay:
         """Start a case, with an empty cache, of a side whose products are summed so."""
         self._run = ReferenceRun(self._program, coarsest=self._coarsest, accumulation=accumulation)
         self._walk: Generator[tuple[Node, Reference], torch.Tensor | None, None] | None = None
+        self._current: tuple[Node, Reference] | None = None
         self._unknown: dict[str, bool] = {}
         self.has_run = False
 
@@ -204,7 +205,7 @@ class SegmentReplay:
         given = {**self._run.caches, **inputs}
         self.values = {self._ports[name]: tensor for name, tensor in given.items() if name in self._ports}
         self._observed = observed
-        self._current: tuple[Node, Reference] | None = None
+        self._current = None
 
     @torch.no_grad()
     def expected(self, node: Node, candidate: torch.Tensor) -> tuple[Expected, torch.Tensor] | None:
@@ -253,6 +254,8 @@ class SegmentReplay:
 
     def _finish(self) -> None:
         """Run the unrequested rest of a step: it contains the caches."""
+        if self._current is None and not self._presents:
+            return
         with torch.no_grad():
             while self._walk is not None and self._advance():
                 pass

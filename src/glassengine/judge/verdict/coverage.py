@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
+from glassengine.errors import shortened
 from glassengine.judge.replay.values import called
 from glassengine.judge.sides.protocol import ObservedAt, Place, float_nodes
 from glassengine.judge.verdict.score import Score
@@ -134,8 +135,7 @@ def lacking(score: Score, program: Program) -> list[str]:
 def missing(score: Score, program: Program) -> str:
     """Return in words what is missing on a side that was not judged finely enough."""
     names = lacking(score, program)
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    listed = f"{', '.join(names[:_MOST_NAMES])}{more}"
+    listed = shortened(names, _MOST_NAMES)
     if score.side.place is Place.RECORD and names:
         return f"not in the record: {listed}; record them by these names, or say what they are called: --map FILE"
     what = f"not judged: {listed}" if names else "too many ops lie between two tensors that it has"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,10 +19,11 @@ from glassengine.judge.exclusions.masked import valid_mask
 from glassengine.judge.pairing.gauge import TAKEN_BACK, taken_back
 from glassengine.judge.replay.reference import PLAIN, CoarseArithmetic, ReferenceRun
 from glassengine.judge.sides.protocol import Place, Side
+from glassengine.judge.verdict.same_bits import Natives, bits_tell_all, references, same_bits
 from glassengine.judge.verdict.score import Score
 from glassengine.numerics.exemptions import GAUGE
 from glassengine.numerics.float64 import FLOAT32_SUMS, Accumulation
-from glassengine.numerics.verdict import Reference
+from glassengine.numerics.verdict import Reference, SameBits
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.signature import named_inputs
 from glassengine.results import FLAGGED, Divergence, Pair, Verdict
@@ -57,22 +60,16 @@ def run_cases(
     results: dict[str, list[str]] = {}
     for name in results_of(program):
         results.setdefault(program.output_nodes[name], []).append(name)
+    tells_all = bits_tell_all(program, scores)
     for case in cases:
         options: Any = {"coarsest": coarsest, "accumulation": accumulation, "arithmetic": arithmetic}
         reference = ReferenceRun(program, **options)
-        for score in scores:
-            score.begin(case)
-        inputs: Any = None
-        for step in range(case.num_steps):
-            inputs = inputs_of(case, step, inputs, model)
-            num_seen = int(inputs.cache_position[-1]) + 1 if isinstance(inputs, StepInputs) else 0
-            for score in scores:
-                score.begin_step(num_seen)
-                score.side.step(inputs)
+        steps, is_same = _steps(program, case, model, scores), False
+        if tells_all and (case.num_steps == 1 or not program.caches):
+            steps, is_same = _whether_same(program, case, model, scores)
+        for given in steps:
+            step, inputs = given.number, given.inputs
             made = scores[0].side.results() if scores[0].side is model else {}
-            named = by_name(inputs)
-            if step == 0:
-                named |= empty_caches(program, named)
 
             def observe(node: Node, value: Reference, step: int = step, case: Case = case, made: Made = made) -> None:
                 tied = False
@@ -87,21 +84,83 @@ def run_cases(
                     return None
                 return valid_mask(program.sites.by_node[node.name][0], value, inputs)
 
+            natives = given.natives(program, scores) if is_same else None
             with torch.no_grad():
-                reference.step(named, observe, valid)
+                if natives is None:
+                    reference.step(given.named, observe, valid)
+                else:
+                    for node, same in references(program, natives, valid):
+                        observe(node, same)
             before = {} if isinstance(inputs, StepInputs) else named_inputs(inputs)
             for score in scores:
                 score.results.end_step(score.side.results(), made, (case.name, step))
                 if model is not None and model.written is not None and score.side.written is not None:
                     score.results.compare_inputs(before, score.side.written, model.written, (case.name, step))
                     score.results.compare_plain(score.side.plain, model.plain, (case.name, step))
-                score.end_step(named)
+                score.end_step(given.named)
                 judge_collectives(score, case, step)
             on_step(case, step, reference.relative_floors)
         for score in scores:
             score.end_case()
     if gauges:
         leave_out_gauges(scores, first_inputs(program, cases[0]))
+
+
+@dataclass
+class _Step:
+    """A step that all sides have run.
+
+    Attributes:
+        number: Of the case.
+        inputs: As sides take them.
+        named: By name, with empty caches in the first step.
+        num_seen: Slots of the cache in use.
+    """
+
+    number: int
+    inputs: Any
+    named: dict[str, Tensor]
+    num_seen: int
+    _natives: Natives | None = None
+
+    def natives(self, program: Program, scores: Sequence[Score]) -> Natives | None:
+        """Return what the program makes, where that is what all sides made."""
+        if self._natives is None:
+            self._natives = same_bits(program, scores, self.named, self.num_seen)
+        return self._natives
+
+
+def _steps(program: Program, case: Case, model: Side | None, scores: Sequence[Score]) -> Iterator[_Step]:
+    """Run all sides through a case, step by step."""
+    for score in scores:
+        score.begin(case)
+    inputs: Any = None
+    for number in range(case.num_steps):
+        inputs = inputs_of(case, number, inputs, model)
+        num_seen = int(inputs.cache_position[-1]) + 1 if isinstance(inputs, StepInputs) else 0
+        for score in scores:
+            score.begin_step(num_seen)
+            score.side.step(inputs)
+        named = by_name(inputs)
+        if number == 0:
+            named |= empty_caches(program, named)
+        yield _Step(number, inputs, named, num_seen)
+
+
+def _whether_same(
+    program: Program, case: Case, model: Side | None, scores: Sequence[Score]
+) -> tuple[Iterator[_Step], bool]:
+    """Return the steps of a case, and whether every side has the bits of the program in all of them.
+
+    Floors count from the first step on: where one step differs, the reference runs all. No step depends on another.
+    """
+    steps = _steps(program, case, model, scores)
+    first = next(steps)
+    is_same = first.natives(program, scores) is not None
+    if case.num_steps == 1 or not is_same:
+        return chain([first], steps), is_same
+    is_same = all(one.natives(program, scores) is not None for one in steps)
+    return _steps(program, case, model, scores), is_same
 
 
 def first_inputs(program: Program, case: Case) -> dict[str, torch.Tensor]:
@@ -118,7 +177,8 @@ def _compare_results(
         known = references[score is not scores[0]]
         theirs = score.side.results()
         score.results.compare(node, known, theirs, made, where=where, may_tie=score.may_tie)
-    compare_export(scores, node, references[0], where)
+    if not isinstance(references[0], SameBits):
+        compare_export(scores, node, references[0], where)
 
 
 def compare_export(scores: Sequence[Score], node: str, reference: Reference, where: tuple[str, int]) -> None:
@@ -134,9 +194,13 @@ def compare_export(scores: Sequence[Score], node: str, reference: Reference, whe
     for name in ours.keys() & theirs.keys():
         if export.program.output_nodes.get(name) != node or not ours[name].is_floating_point():
             continue
-        is_alike = ours[name].shape == theirs[name].shape == reference.exact.shape
-        # The floor is that of the baseline: a difference of two runs of the candidate has the same size.
-        if not is_alike or reference.judge(reference.exact + (ours[name].double() - theirs[name])).verdict == "wrong":
+        one, other = ours[name].double(), theirs[name]
+        is_alike = one.shape == other.shape == reference.exact.shape
+        # The floor is that of the baseline: a difference of two runs of the candidate has the same size. NaN is alike.
+        if is_alike:
+            apart = (one - other).masked_fill((one == other) | (one.isnan() & other.isnan()), 0)
+            is_alike = reference.judge(reference.exact + apart).verdict != "wrong"
+        if not is_alike:
             export.unlike = f"{name} in {where[0]}, step {where[1]}"
 
 

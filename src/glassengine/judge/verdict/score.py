@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import EndToEnd
-from glassengine.judge.exclusions.masked import completed
+from glassengine.judge.exclusions.masked import completed, read_by_softmax
 from glassengine.judge.exclusions.perturbation import MOST_MARKED, Differing, differing, unread
 from glassengine.judge.exclusions.sources import CHOICES, TEXTS
 from glassengine.judge.hypotheses.hints import Hints
@@ -30,7 +30,7 @@ from glassengine.numerics.exemptions import BELOW, DRAWN, PADDING, TIES, UNREAD,
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.mask_values import is_finite
 from glassengine.numerics.tolerance import tolerance
-from glassengine.numerics.verdict import TIED, Reference
+from glassengine.numerics.verdict import TIED, Reference, SameBits
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.program import Program
 from glassengine.results import FLAGGED, VERDICTS, Divergence, Figures, Pair, Skipped, TensorValues, worst
@@ -253,6 +253,8 @@ class Score:
         9. softening    wrong becomes suspicious where it cannot matter: `conclude.softened`
         10. results     `results.Findings.conclude` has the rule of `ok`
 
+        Where all sides have the program's bits in the whole step, `reference` is `SameBits`, and 2 to 4 are left out.
+
         Args:
             node: Of the baseline program.
             reference: Of its value in this step.
@@ -354,6 +356,9 @@ class Score:
         cache_axis = self.program.sites.by_node[node.name][0].axes.get("cache")
         tensor = completed(observed.tensor, reference.native, cache_axis, self._num_seen)
         replay, replayed = self.side.replay, None
+        if isinstance(reference, SameBits):
+            introduced = None if replay is None else False
+            return Judged(tensor, reference.judge(tensor), introduced, is_clean=True, exempt=reference.known.exempt)
         # What a replay finds right keeps the ratio of the replay.
         accumulated = reference.judge(tensor, roughly=replay is not None)
         is_clean = accumulated.verdict not in FLAGGED
@@ -439,7 +444,7 @@ class Score:
     def end_step(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Leave out what no result reads of the tensors that are wrong by themselves in this step of these `inputs`."""
         marked = {name: one.where for name, one in self._differing.items()}
-        known = unread(self.program, inputs, marked) if marked else set()
+        known = unread(self.program, inputs, marked, read_by_softmax(self.program.graph)[1]) if marked else set()
         known = {name for name in known if self._differing[name].rest().verdict not in FLAGGED}
         own = {node.name for node in self._flagged} & self.divergences.keys()
         for name in known:

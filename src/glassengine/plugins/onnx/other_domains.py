@@ -26,6 +26,7 @@ from glassengine.plugins.onnx.experts import experts
 from glassengine.plugins.onnx.group_query import group_query
 from glassengine.plugins.onnx.table import Call, OnnxNode, translation
 from glassengine.program.onnx.function import TABULAR, OnnxFunction
+from glassengine.program.onnx.grids import unpacked
 from glassengine.program.onnx.translated import UNKNOWN_SIZE, ValueType
 
 if TYPE_CHECKING:
@@ -41,24 +42,18 @@ _PARTS = 4
 """Results of a normalization that is fused with a sum: the last is the sum."""
 
 
-def _unpacked(packed: Tensor, bits: int) -> Tensor:
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-    parts: Tensor = (packed.to(torch.uint8)[..., None] >> shifts) & (2**bits - 1)
-    return parts.flatten(-2)
-
-
 def _points(zero: Tensor | None, rows: int, blocks: int, bits: int) -> Tensor:
     if zero is None:
         return torch.full((rows, blocks), 2 ** (bits - 1))
     if zero.is_floating_point():
         return zero.reshape(rows, blocks)
-    return _unpacked(zero.reshape(rows, -1), bits)[:, :blocks]
+    return unpacked(zero.reshape(rows, -1), bits)[:, :blocks]
 
 
 def _weight(b: Tensor, scale: Tensor, zero: Tensor | None, *, bits: int, block: int, rows: int, columns: int) -> Tensor:
     blocks = -(-columns // block)
     at = torch.arange(columns) // block
-    integers = _unpacked(b.reshape(rows, -1), bits)[:, :columns].to(scale.dtype)
+    integers = unpacked(b.reshape(rows, -1), bits)[:, :columns].to(scale.dtype)
     points = _points(zero, rows, blocks, bits).to(scale.dtype)
     return ((integers - points[:, at]) * scale.reshape(rows, blocks)[:, at]).T
 
@@ -95,7 +90,7 @@ def _gather_blocks(node: OnnxNode) -> Call:
 
     def integers(data: Tensor, index: Tensor, zero: Tensor | None, like: Tensor) -> Tensor:
         rows = data[index.long()]
-        whole = (_unpacked(rows, bits) if is_packed else rows).to(like.dtype)
+        whole = (unpacked(rows, bits) if is_packed else rows).to(like.dtype)
         at = torch.arange(whole.shape[-1]) // block
         number = len(data)
         blocks = int(at[-1]) + 1

@@ -9,18 +9,10 @@ from glassengine.plugins.onnx.neural import convolution
 from glassengine.plugins.onnx.table import Call, OnnxNode, computes, translation
 from glassengine.program.onnx.file import torch_dtype
 from glassengine.program.onnx.function import OnnxFunction
+from glassengine.program.onnx.grids import beside
 
 _FOUR_BITS = {21: (0, 15), 22: (-8, 7)}
 """Element type of four-bit integers -> their range."""
-
-
-def _aligned(part: Tensor, x: Tensor, axis: int, block: int = 0) -> Tensor:
-    """Return a scale or zero point, of the whole tensor, of each index of an axis, or of blocks of it, beside `x`."""
-    if part.numel() == 1 and not block:
-        return part.reshape(())
-    if block:
-        return part.repeat_interleave(block, axis).narrow(axis, 0, x.shape[axis])
-    return part.reshape([-1 if i == axis % x.dim() else 1 for i in range(x.dim())])
 
 
 @computes("dequantize", "DequantizeLinear")
@@ -34,8 +26,8 @@ def _dequantize(
     output_dtype: int = 0,
 ) -> Tensor:
     wide = x.to(scale.dtype) if x.dtype is not torch.int32 else x.double().to(scale.dtype)
-    wide = wide if zero is None else wide - _aligned(zero, x, axis, block_size).to(scale.dtype)
-    return wide * _aligned(scale, x, axis, block_size)
+    wide = wide if zero is None else wide - beside(zero, x, axis, block_size).to(scale.dtype)
+    return wide * beside(scale, x, axis, block_size)
 
 
 @translation("QuantizeLinear")
@@ -53,8 +45,8 @@ def _quantize_linear(node: OnnxNode) -> Call:
 def _quantize(
     x: Tensor, scale: Tensor, zero: Tensor | None, *, low: int, high: int, kind: str, axis: int, block_size: int
 ) -> Tensor:
-    steps = torch.round(x / _aligned(scale, x, axis, block_size).to(x.dtype))
-    steps = steps if zero is None else steps + _aligned(zero, x, axis, block_size).to(x.dtype)
+    steps = torch.round(x / beside(scale, x, axis, block_size).to(x.dtype))
+    steps = steps if zero is None else steps + beside(zero, x, axis, block_size).to(x.dtype)
     return steps.nan_to_num(0.0).clamp(low, high).to(getattr(torch, kind))
 
 
@@ -74,7 +66,7 @@ def _matmul_integer(a: Tensor, b: Tensor, a_zero: Tensor | None = None, b_zero: 
 
 def _centered(x: Tensor, zero: Tensor | None, axis: int) -> Tensor:
     wide = x.to(torch.int64)
-    return wide if zero is None else wide - _aligned(zero, x, axis).to(torch.int64)
+    return wide if zero is None else wide - beside(zero, x, axis).to(torch.int64)
 
 
 @computes("integer_conv", "ConvInteger")
@@ -109,7 +101,7 @@ def _q_linear_matmul(
     y_zero: Tensor,
 ) -> Tensor:
     whole = _centered(a, a_zero, -2) @ _centered(b, b_zero, -1)
-    scale = _aligned(a_scale, a, -2) * _aligned(b_scale, b, -1) / y_scale
+    scale = beside(a_scale, a, -2) * beside(b_scale, b, -1) / y_scale
     return _requantized(whole, scale, y_zero)
 
 

@@ -48,6 +48,7 @@ from glassengine.plugins.quantized.result import LEVEL, findings_of, finished, r
 from glassengine.program import LoadedModel, load_model
 from glassengine.program.loading.quantized import quantization_steps
 from glassengine.program.loading.quantized_grid import QuantizedModule
+from glassengine.program.user_code.module_state import weights_of
 from glassengine.progress import Progress, Work, silent
 from glassengine.results import (
     CaseInputs,
@@ -178,8 +179,8 @@ def _inputs(name: str, forward: Mapping[str, Any], *, is_given: bool) -> CaseInp
 
 def _weights_of(module: nn.Module) -> dict[str, Tensor]:
     stored = module.state_dict().keys()
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {name: tensor.detach() for name, tensor in tensors.items() if name in stored and tensor.is_floating_point()}
+    tensors = weights_of(module).items()
+    return {name: tensor.detach() for name, tensor in tensors if name in stored and tensor.is_floating_point()}
 
 
 def _is_same(ours: Tensor, theirs: Tensor) -> bool:

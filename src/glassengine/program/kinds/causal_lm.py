@@ -125,6 +125,7 @@ class CausalLM(nn.Module):
         position_ids: torch.Tensor,
         cache_position: torch.Tensor,
         cache: Sequence[torch.Tensor],
+        **more: Any,
     ) -> torch.Tensor:
         """Return logits [B, S, V].
 
@@ -134,19 +135,8 @@ class CausalLM(nn.Module):
             position_ids: [B, S] int64, position of each token in its own sequence.
             cache_position: [S] int64, the cache slots that this step writes.
             cache: The tensors of `KVLayout.names`: keys and values [B, H, T, D], states [B, ...]; written in place.
+            **more: Further arguments of the user's model.
         """
-        return self.logits(input_ids, attention_mask, position_ids, cache_position, cache)
-
-    def logits(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        position_ids: torch.Tensor,
-        cache_position: torch.Tensor,
-        cache: Sequence[torch.Tensor],
-        **more: Any,
-    ) -> torch.Tensor:
-        """As `forward`; `more` are further arguments of the user's model."""
         attention = self._layout.attention_layers
         keys_and_values, states = cache[: 2 * len(attention)], cache[2 * len(attention) :]
         layers: dict[int, CacheLayerMixin] = {

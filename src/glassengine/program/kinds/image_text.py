@@ -149,7 +149,7 @@ class ImageTextDecoder(causal_lm.CausalLM):
         # By slots of the cache, as the mask is made; an image is never cut in two.
         nowhere = torch.zeros_like(attention_mask, dtype=torch.bool)
         types = type_arguments(user, nowhere.index_copy(1, cache_position, input_ids == token))
-        return self.logits(input_ids, attention_mask, position_ids, cache_position, cache, **images, **types)
+        return super().forward(input_ids, attention_mask, position_ids, cache_position, cache, **images, **types)
 
 
 def as_arguments(features: torch.Tensor, *, is_list: bool) -> dict[str, Any]:

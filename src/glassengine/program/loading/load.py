@@ -284,7 +284,9 @@ def load_model(
             or an unknown dtype.
     """
     dtype = str(asked.dtype(dtype))
-    if isinstance(spec, str | Path):
+    if not isinstance(spec, str | Path | nn.Module):
+        raise UsageError("a model of no known type", got=type(spec).__name__, expected="torch.nn.Module, or a name")
+    if not isinstance(spec, nn.Module):
         spec = here(spec) if remote(spec) is not None else str(asked.model(str(spec)))
     name = type(spec).__name__ if isinstance(spec, nn.Module) else str(spec)
     if is_stored(spec):

@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from glassengine.errors import BackendError, first_line
 from glassengine.program.onnx.file import torch_dtype
-from glassengine.program.onnx.session import start
+from glassengine.program.onnx.session import SessionSettings, start
 
 if TYPE_CHECKING:
     import onnx
@@ -223,23 +223,17 @@ class OneNode:
         return ReferenceEvaluator(self._model)
 
     def _session(self, feeds: dict[str, Any]) -> Any:
-        import onnxruntime
         from onnx import ModelProto, numpy_helper
 
-        options = onnxruntime.SessionOptions()
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.log_severity_level = 4
-        # As the file is run: a dynamic quantization takes the rows of each thread together.
-        options.intra_op_num_threads = torch.get_num_threads()
-        options.inter_op_num_threads = 1
+        # With the threads with which the file is run: a dynamic quantization takes the rows of each thread together.
+        options = SessionSettings({"graph_optimization_level": "disable", "inter_op_num_threads": 1}).options()
         model = ModelProto()
         model.CopyFrom(self._model)
         inputs = [value for value in model.graph.input if value.name not in self._fixed]
         del model.graph.input[:]
         model.graph.input.extend(inputs)
         model.graph.initializer.extend(numpy_helper.from_array(feeds[name], name) for name in sorted(self._fixed))
-        content = model.SerializeToString()
-        return start(content, options)
+        return start(model.SerializeToString(), options)
 
 
 def is_of_runtime_alone(target: Any) -> bool:

@@ -50,13 +50,13 @@ class GridNames:
 
     def step(self, known: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """Return the step of each element of `like`, to broadcast against it, float64."""
-        return _beside(known[self.scale].double(), like, self.axis)
+        return beside(known[self.scale].double(), like, self.axis)
 
     def numbers(self, integers: Tensor, known: Mapping[str, Tensor]) -> Tensor:
         """Return the numbers that `integers` stand for, float64."""
         wide = integers.double()
         if self.zero is not None and self.zero in known:
-            wide = wide - _beside(known[self.zero].double(), integers, self.axis)
+            wide = wide - beside(known[self.zero].double(), integers, self.axis)
         return wide * self.step(known, integers)
 
     def ends(self, integers: Tensor, known: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -66,11 +66,21 @@ class GridNames:
         return self.numbers(lowest, known), self.numbers(highest, known)
 
 
-def _beside(part: Tensor, like: Tensor, axis: int | None) -> Tensor:
+def beside(part: Tensor, like: Tensor, axis: int | None, block: int = 0) -> Tensor:
+    """Return a scale or zero point, of all, of each index of an axis or of blocks of it, to broadcast with `like`."""
     if part.numel() == 1:
         return part.reshape(())
+    if block and axis is not None:
+        return part.repeat_interleave(block, axis).narrow(axis, 0, like.shape[axis])
     at = 0 if axis is None else axis % like.dim()
     return part.reshape([-1 if i == at else 1 for i in range(like.dim())])
+
+
+def unpacked(packed: Tensor, bits: int) -> Tensor:
+    """Return the unsigned integers of the rows of bytes, the lowest bits of a byte first, as uint8."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    parts: Tensor = (packed.to(torch.uint8)[..., None] >> shifts) & (2**bits - 1)
+    return parts.flatten(-2)
 
 
 def is_quantized_graph(file: OnnxFile) -> bool:

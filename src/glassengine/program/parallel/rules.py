@@ -58,12 +58,6 @@ def _axis(axis: Any, rank: int) -> int:
     return int(axis) % rank if rank else 0
 
 
-def _with(node: Node, index: int, value: Any) -> tuple[Any, ...]:
-    args = list(args_of(node))
-    args[index] = value
-    return tuple(args)
-
-
 def _pointwise(node: Node, placed: Placed, ranks: int) -> Local | None:
     """Elements in the same place: all inputs cut as the result is, those of size 1 there whole."""
     rank = len(shape_of(node))

@@ -20,7 +20,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import UnknownNameError, UsageError
-from glassengine.program.representation.naming import is_tensor_node
+from glassengine.program.representation.naming import is_tensor_node, of_any_layout
 from glassengine.program.representation.program import Program, copied_graph, rebuilt
 
 PREFIX = "dbg."
@@ -231,10 +231,7 @@ class DerivedValues:
         if node.op != "call_function" or not (is_number or is_view(node) or node.name in self._constant):
             raise UsageError(f"node {node.name!r} was not observed", hint="build with --add-output")
         args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), self._evaluate)
-        # A back-end's tensor may be laid out otherwise than that of torch's kernel, so that a view of it needs a copy.
-        is_reshape = node.target is torch.ops.aten.view.default
-        target: Any = torch.ops.aten.reshape.default if is_reshape else node.target
-        return target(*args, **kwargs)
+        return of_any_layout(node.target)(*args, **kwargs)
 
 
 def weight_only_nodes(program: Program) -> set[Node]:

@@ -7,6 +7,7 @@ of marks, and never exported twice: an engine is always judged with the program 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -144,7 +145,9 @@ def copied_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
     A plain copy renames nodes that are called like a builtin of Python ("input" becomes "input_1"), and with them what
     the signature, the sites and the aliases refer to.
     """
-    copied = copy.deepcopy(graph)
+    # torch warns of its own specs of trees when these are copied.
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        copied = copy.deepcopy(graph)
     for old, new in zip(graph.nodes, copied.nodes, strict=True):
         keep_name(new, old.name)
     return copied

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from glassengine.errors import shortened
 from glassengine.program.user_code.module_state import applied_state, own_copies
 from glassengine.sites import plain_containers
 
@@ -271,10 +272,9 @@ def influential_modes(module: nn.Module, training: Collection[str], arguments: M
 
 def describe_training(side: str, names: Collection[str]) -> str:
     """Return that modules of a side are in training mode."""
-    shown = ", ".join(name or "the model itself" for name in list(names)[:_MOST_NAMES])
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    shown = shortened((name or "the model itself" for name in names), _MOST_NAMES)
     what = f"{len(names)} modules of the {side} are" if len(names) > 1 else f"1 module of the {side} is"
-    return f"{what} in training mode: {shown}{more}"
+    return f"{what} in training mode: {shown}"
 
 
 def _reads_mode(part: nn.Module) -> bool:

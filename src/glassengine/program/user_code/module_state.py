@@ -114,6 +114,11 @@ def applied_state(module: nn.Module, state: ModuleState | None, *, as_buffers: b
             part.__dict__.update(own)
 
 
+def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
 def own_copies(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments that a forward may write to: each call of a user's code gets its own."""
 

@@ -49,6 +49,7 @@ from torch.jit._fuser import optimized_execution
 from torch.utils import _pytree as pytree
 from torch.utils import _traceback
 
+from glassengine.program.user_code.module_state import weights_of
 from glassengine.sites import port_leaves
 from glassengine.taps import tap_sink
 from glassengine.torch_versions import tracing_real_tensors
@@ -245,7 +246,7 @@ def written_down(module: nn.Module, inputs: Mapping[str, Any]) -> nn.Module:
     scripted = [
         f"{path}." * bool(path) for path, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)
     ]
-    weights = {name: tensor for name, tensor in _weights(module).items() if not name.startswith(tuple(scripted))}
+    weights = {name: tensor for name, tensor in weights_of(module).items() if not name.startswith(tuple(scripted))}
     leaves, spec = pytree.tree_flatten(dict(inputs))
 
     def run(given: dict[str, torch.Tensor], tensors: list[torch.Tensor]) -> Any:
@@ -261,10 +262,6 @@ def written_down(module: nn.Module, inputs: Mapping[str, Any]) -> nn.Module:
     return _Repeated(module, graph_module, tuple(weights))
 
 
-def _weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
 class _Repeated(nn.Module):
     """Repeats a graph; weights that TorchScript holds are constants of the graph, which stand for those of a name."""
 
@@ -272,13 +269,13 @@ class _Repeated(nn.Module):
         super().__init__()
         self._graph = (graph_module,)  # no submodule: its ops are those of the root
         self._names = names
-        known = {id(tensor): name for name, tensor in _weights(module).items()}
+        known = {id(tensor): name for name, tensor in weights_of(module).items()}
         targets = {node.target for node in graph_module.graph.find_nodes(op="get_attr")}
         constants = {target: known.get(id(getattr(graph_module, target))) for target in targets}
         self._constants = {target: name for target, name in constants.items() if name is not None}
         for target in self._constants:
             delattr(graph_module, target)
-        for name, tensor in _weights(module).items():
+        for name, tensor in weights_of(module).items():
             part: Any = self
             *path, last = name.split(".")
             for step in path:

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import numpy as np
 
@@ -25,39 +25,13 @@ from glassengine.recording.layout.layout import (
     Location,
     num_bytes,
 )
+from glassengine.results.base import Item, Lazy
 
 Array = np.typing.NDArray[Any]
-Item = TypeVar("Item", covariant=True)
 _AT_ONCE = 1 << 12
 _FEW_BLOCKS = 64
 _MOST_KEPT = 1 << 16
 """Entries, of half a kilobyte each, that are kept once all of them were asked for: who compares asks several times."""
-
-
-class Lazy(Sequence[Item]):
-    """A sequence that is equal to any other one with the same items; nothing of it is kept."""
-
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Item, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Item | tuple[Item, ...]:
-        """Return one item, or several."""
-        places = range(len(self))[index]
-        return self._item(places) if isinstance(places, int) else tuple(map(self._item, places))
-
-    def _item(self, place: int) -> Item:
-        raise NotImplementedError
-
-    def __eq__(self, other: object) -> bool:
-        """Compare item by item, also with a tuple or list."""
-        if not isinstance(other, Sequence) or isinstance(other, str):
-            return NotImplemented
-        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from glassengine.reading.files import printable
 from glassengine.report import words
-from glassengine.results import Comparison, Divergence, DriftRow, Pair, QuantizedWeight, Replayed, sentences
+from glassengine.results import (
+    Comparison,
+    Divergence,
+    DriftRow,
+    LevelResult,
+    Pair,
+    QuantizedWeight,
+    Replayed,
+    ResultComparison,
+    sentences,
+)
 from glassengine.results.stored import Stored
 from glassengine.results.without_tensors import PromptFinding
 
-_MOST_ORIGINS = 100
 _MOST_FACTS = 400
 _LONGEST = 2000
 MOST_LINES = 200
+_NUMBER = re.compile(r"[-+]?([\d.,]+(e[-+]?\d+)?%?|inf)|nan")
+_CODE = frozenset({"output", "result", "site", "source", "tensor"})
 
 
 @dataclass(frozen=True)
@@ -71,12 +83,7 @@ class Head:
         candidate: Likewise.
         facts: Where both came from.
         same_facts: Whether both ran in one process.
-        levels: What was compared: name, verdict, judged, number of tensors, coverage, first divergence, note.
-        results: Of the model: name, verdict, text, level.
-        severity: Of tokens, a line a level.
-        origins: Other ops that made an error.
-        outputs: Of a replay: name, dtype and shape, as recorded, difference, what is not finite.
-        tables: More tables.
+        tables: What the answer rests on; those that are open stand before the tensors.
         plots: Series of runs.
         about_plots: What these are.
         notes: Sentences.
@@ -92,11 +99,6 @@ class Head:
     candidate: str = ""
     facts: tuple[Fact, ...] = ()
     same_facts: bool = False
-    levels: tuple[tuple[str, ...], ...] = ()
-    results: tuple[tuple[str, ...], ...] = ()
-    severity: tuple[str, ...] = ()
-    origins: tuple[tuple[str, ...], ...] = ()
-    outputs: tuple[tuple[str, ...], ...] = ()
     tables: tuple[PageTable, ...] = ()
     plots: tuple[Plot, ...] = ()
     about_plots: str = "The series that part first."
@@ -127,8 +129,7 @@ def _compared(result: Comparison, pair: Pair | None) -> Head:
         mistake = sentences.named_mistake(result)
         sentence = first if mistake is None else f"{mistake[:1].upper()}{mistake[1:]}."
         lines = [] if mistake is None else [("where", first)]
-        if result.ok or result.not_ok_because:
-            lines.append(("but", why) if result.ok else ("because", str(result.not_ok_because)))
+        lines += [("but", why)] if result.ok else _because(result, found, first)
         lines += _about(result, found, pair)
     num = result.counts["compared"]
     lines.append(("judged", f"{num:,} tensors, coverage {result.coverage:.1%}" + _calibrated(result)))
@@ -144,12 +145,8 @@ def _compared(result: Comparison, pair: Pair | None) -> Head:
         candidate=printable(result.candidate),
         facts=tuple(facts_of(result.environment)),
         same_facts=is_of_one_process(result.environment),
-        levels=tuple(_levels(result)),
-        results=tuple(_results(result)),
-        severity=tuple(_severity(result)),
-        origins=tuple(_origins(result)),
-        tables=tuple(tables_of(result)),
-        notes=tuple(map(printable, result.notes)),
+        tables=filled(*_first_tables(result), *tables_of(result)),
+        notes=tuple(map(printable, (*result.notes, *words.side_notes(result)))),
     )
 
 
@@ -178,12 +175,19 @@ def _sentence(result: Comparison, found: Divergence) -> str:
     return f"The first {kind} {found.noun} is {found.site} ({level}{words.step_of(result, found)}{rank})."
 
 
+def _because(result: Comparison, found: Divergence, first: str) -> list[tuple[str, str]]:
+    """Return why it is not ok, without what `first` says."""
+    reason = result.not_ok_because or ""
+    for said in (f"{first[:1].lower()}{first[1:-1]}", f"the first {found.verdict} {found.noun} is {found.site}"):
+        reason = reason.replace(said, "")
+    return [("because", text) for text in [reason.strip(":; ")] if text]
+
+
 def _about(result: Comparison, found: Divergence, pair: Pair | None) -> list[tuple[str, str]]:
     lines = [("error", words.size(pair))]
     if found.where:
         lines.append(("where", f"{found.where}: {found.group}"))
-    if found.introduced is not None and found.inherited is not None:
-        lines.append(("rms", f"made here {found.introduced:.3g}, came in {found.inherited:.3g}"))
+    lines += words.own_error(found)
     for hint in words.hints_worth_a_line(found.hints)[1:3]:
         lines += words.hint_lines(hint)
     if found.reproduction:
@@ -207,7 +211,7 @@ def _sources(found: Divergence | None) -> tuple[PageSource, ...]:
         return replace(one, value=printable(values[0])), replace(two, value=printable(values[1]))
     lines, sites = (found.source, found.candidate_source), (found.site, found.candidate_site or found.site)
     if lines[0] == lines[1] and (lines[0] is not None or sites[0] == sites[1]):
-        return (_source("both sides", found.source, found.site),)
+        return (_source("both sides", found.source, found.site),) if found.source else ()
     return one, _source("candidate", found.candidate_source, found.candidate_site)
 
 
@@ -216,60 +220,62 @@ def _source(side: str, source: str | None, site: str) -> PageSource:
     return PageSource(side, printable(place), printable(code))
 
 
-def _levels(result: Comparison) -> list[tuple[str, ...]]:
-    found = []
-    for level in result.levels:
-        first = level.first_divergence
-        cells = (
-            words.level(level.name),
-            level.verdict if level.num_judged else "nothing judged",
-            words.guarantee(level.guarantee),
-            f"{level.num_judged:,}",
-            "" if level.coverage is None or not level.num_judged else f"{level.coverage:.0%}",
-            "" if first is None else f"step {first.step}, {first.site}",
-            level.note or "",
-        )
-        found.append(tuple(map(printable, cells)))
-    return found
+def _first_tables(result: Comparison) -> Iterator[PageTable]:
+    """Yield results, comparisons and other origins."""
+    about = (
+        "What the model returns, end to end, in each comparison; of a language model also how many next tokens change."
+    )
+    columns: tuple[str, ...] = ("compared", "result", "verdict", "how it agrees", "tensor")
+    below = tuple(printable(text) for _, text in words.severity_lines(result))
+    results = [
+        (words.level(one.level), one.name, _chip(one), words.result_line(one), shaped(one.dtype, one.shape))
+        for one in result.results
+    ]
+    yield table("Results and tokens", about, columns, results, is_open=True, below=below)
+    about = "From the model as it is to what is deployed; an error enters in the first row that is not ok."
+    columns = ("compared", "verdict", "how", "tensors", "coverage", "first divergence", "note")
+    yield table("Comparisons", about, columns, list(map(_level, result.levels)), is_open=True)
+    about = "Every other op that makes an error of its own."
+    columns = ("step", "compared", "site", "verdict", "where", "source", "hint")
+    yield table("Other origins", about, columns, _origins(result), is_open=True)
 
 
-def _results(result: Comparison) -> list[tuple[str, ...]]:
-    found = []
-    for one in result.results[:MOST_LINES]:
-        text = words.result_line(one)
-        cells = (words.level(one.level), one.name, one.verdict, text, f"{one.dtype}[{', '.join(map(str, one.shape))}]")
-        found.append(tuple(map(printable, cells)))
-    return found
+def shaped(dtype: str, shape: Sequence[int]) -> str:
+    """Return "float32[3, 8]"."""
+    return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
-def _severity(result: Comparison) -> list[str]:
-    lines = []
-    for level, found in result.severity.items():
-        if found["num_tokens"]:
-            share = "" if found["token_agreement"] is None else f"same next token in {found['token_agreement']:.1%} of "
-            kl = (
-                ""
-                if found["mean_kl"] is None
-                else f"; KL mean {found['mean_kl']:.2g}, largest {found['max_kl']:.2g} nats"
-            )
-            ties = f"; {found['num_ties']} decided by ties" if found["num_ties"] else ""
-            changed = f"; first change: {found['first_changed_token']}" if found["first_changed_token"] else ""
-            lines.append(printable(f"{words.level(level)}: {share}{found['num_tokens']} tokens{kl}{ties}{changed}"))
-    return lines
+def _chip(judged: ResultComparison | LevelResult | Divergence) -> Chip:
+    is_same = isinstance(judged, ResultComparison) and judged.is_identical
+    return Chip(*["identical" if is_same else judged.verdict] * 2)
 
 
-def _origins(result: Comparison) -> list[tuple[str, ...]]:
+def _level(level: LevelResult) -> tuple[Cell, ...]:
+    first = level.first_divergence
+    return (
+        words.level(level.name),
+        _chip(level) if level.num_judged else Chip("none", "nothing judged"),
+        words.guarantee(level.guarantee),
+        f"{level.num_judged:,}",
+        "" if level.coverage is None or not level.num_judged else f"{level.coverage:.0%}",
+        "" if first is None else f"step {first.step}, {first.site}",
+        level.note or "",
+    )
+
+
+def _origins(result: Comparison) -> list[tuple[Cell, ...]]:
     first = result.first_divergence
     # What a coarser comparison finds again at the same op is no other origin.
     by_place = {_place(one): one for one in reversed(result.origins) if one.leads}
     known = None if first is None else _place(first)
     others = [one for one in result.origins if by_place.get(_place(one)) is one and _place(one) != known]
-    found = []
-    for one in others[:_MOST_ORIGINS]:
+    found: list[tuple[Cell, ...]] = []
+    for one in others:
         hint = one.hints[0].in_words() if one.hints else ""
-        level = words.level(one.level or "")
-        cells = (str(one.step), level, one.site, one.verdict, one.where or "", one.source or "", hint)
-        found.append(tuple(map(printable, cells)))
+        chip = Chip(one.verdict, one.verdict)
+        found.append(
+            (str(one.step), words.level(one.level or ""), one.site, chip, one.where or "", one.source or "", hint)
+        )
     return found
 
 
@@ -302,15 +308,17 @@ def _replayed(result: Replayed, comparison: Comparison | None, pair: Pair | None
         lines += [("part", cut.part)] if cut.part else []
         lines += [("test", f"python {PurePath(cut.reproduction) / 'test_repro.py'}")] if cut.reproduction else []
         sources = tuple(_source(op.op, op.source, op.module) for op in cut.ops[:8])
-    outputs = [
+    about = "What the snapshot gave when it was run again, against what was recorded."
+    columns = ("output", "tensor", "as recorded", "largest difference", "not finite")
+    rows = [
         (
             one.name,
-            f"{one.dtype}[{', '.join(map(str, one.shape))}]",
+            shaped(one.dtype, one.shape),
             {None: "not recorded", True: "same bits", False: f"{one.num_different} differ"}[one.same_bits],
             "" if not one.max_abs_diff else f"{one.max_abs_diff:.3g}",
             one.nonfinite,
         )
-        for one in sorted(result.outputs, key=lambda one: one.same_bits is not False)[:MOST_LINES]
+        for one in sorted(result.outputs, key=lambda one: one.same_bits is not False)
     ]
     return Head(
         mark="ok" if result.ok else "NOT OK",
@@ -323,12 +331,7 @@ def _replayed(result: Replayed, comparison: Comparison | None, pair: Pair | None
         candidate=printable(f"run again on {result.backend}"),
         facts=inner.facts,
         same_facts=inner.same_facts,
-        levels=inner.levels,
-        results=inner.results,
-        severity=inner.severity,
-        origins=inner.origins,
-        outputs=tuple(tuple(map(printable, row)) for row in outputs),
-        tables=inner.tables,
+        tables=(*filled(table("Outputs", about, columns, rows, is_open=True)), *inner.tables),
         notes=(*map(printable, result.notes), *inner.notes),
     )
 
@@ -356,7 +359,10 @@ def facts_of(environment: Mapping[str, Any]) -> list[Fact]:
     Args:
         environment: Of a comparison: "baseline" and "candidate", each with facts in any depth.
     """
-    sides = [dict(_flat(environment.get(side))) for side in ("baseline", "candidate")]
+    sides = [
+        {name: fact for name, fact in _flat(environment.get(side)) if name.partition(".")[0] not in words.TOLD}
+        for side in ("baseline", "candidate")
+    ]
     found = []
     for name in list(dict.fromkeys([*sides[0], *sides[1]]))[:_MOST_FACTS]:
         left, right = (side.get(name) for side in sides)
@@ -415,70 +421,91 @@ class PageTable(NamedTuple):
         sentence: What it shows.
         columns: Their names.
         rows: One cell a column.
+        kinds: Of the columns: "number", "code" or "".
         is_open: Whether it is seen at once.
+        below: Lines below it.
     """
 
     title: str
     sentence: str
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
+    kinds: tuple[str, ...]
     is_open: bool = False
+    below: tuple[str, ...] = ()
 
 
-def tables_of(result: Comparison) -> list[PageTable]:
-    """Return the tables of a comparison, as far as it has what they show."""
-    found: list[PageTable] = []
-    columns: tuple[str, ...]
+def filled(*tables: PageTable) -> tuple[PageTable, ...]:
+    """Return the tables that have rows."""
+    return tuple(one for one in tables if one.rows)
+
+
+def tables_of(result: Comparison) -> Iterator[PageTable]:
+    """Yield the tables of a comparison; those of which it has nothing are empty."""
     inputs = [
         (case.case, str(used.step), used.origin, words.input_line(used), used.recipe)
         for case in result.inputs
         for used in case.inputs
     ]
-    if inputs:
-        columns = ("case", "step", "origin", "input", "how it was made")
-        found.append(table("Inputs", "What all sides ran on, and whether it was made up.", columns, inputs))
-    if result.prompt is not None and result.prompt.findings:
+    columns: tuple[str, ...] = ("case", "step", "origin", "input", "how it was made")
+    yield table("Inputs", "What all sides ran on, and whether it was made up.", columns, inputs)
+    if result.prompt is not None:
         columns = ("part", "cause", "level", "detail", "text", "baseline", "candidate")
         causes = [_prompt(one) for one in result.prompt.findings]
         what = "Tokens, templates and settings of both sides, tried before the first operation."
-        found.append(table("Prompt", what, columns, causes, is_open=bool(result.prompt.wrong)))
-    if result.granularity:
-        rows = [(words.level(one.level), words.judged(one)) for one in result.granularity]
-        what = "Which share of the tensors was judged op by op, in regions of a few ops, or by the results."
-        found.append(table("How closely it was judged", what, ("compared", "judged"), rows))
+        yield table("Prompt", what, columns, causes, is_open=bool(result.prompt.wrong))
+    judged = [(words.level(one.level), words.judged(one)) for one in result.granularity]
+    what = "Which share of the tensors was judged op by op, in regions of a few ops, or by the results."
+    yield table("How closely it was judged", what, ("compared", "judged"), judged)
     if result.weights is not None and result.weights.different:
         ways = [(text,) for text in (*result.weights.how, *result.weights.different)]
         what = f"{len(result.weights.different)} of {result.weights.compared} differ by more than rounding."
-        found.append(table("Weights", what, ("weight",), ways))
-    if result.written_differently:
-        different = [
-            (words.level(o.level), o.site, o.candidate_site, o.difference, o.verdict)
-            for o in result.written_differently
-        ]
-        columns = ("compared", "baseline", "candidate", "difference", "verdict")
-        found.append(table("Written differently", "The same op with other arguments.", columns, different))
-    if result.drift:
-        drift = [_drift(row) for row in result.drift]
-        columns = ("kind", "site", "SNR dB", "cosine", "made there dB", "share of the loss")
-        found.append(table("Drift", "Where a less precise candidate loses its signal.", columns, drift))
+        yield table("Weights", what, ("weight",), ways)
+    different = [
+        (words.level(o.level), o.site, o.candidate_site, o.difference, o.verdict) for o in result.written_differently
+    ]
+    columns = ("compared", "baseline", "candidate", "difference", "verdict")
+    yield table("Written differently", "The same op with other arguments.", columns, different)
+    columns = ("kind", "site", "SNR dB", "cosine", "made there dB", "share of the loss")
+    yield table("Drift", "Where a less precise candidate loses its signal.", columns, list(map(_drift, result.drift)))
     if result.quantization is not None:
         weights = [_weight(one) for one in result.quantization.weights]
         columns = ("weight", "verdict", "SNR dB", "steps, rms", "hint")
-        found.append(table("Quantization", "What quantization did to each weight, alone.", columns, weights))
-    return found
+        yield table("Quantization", "What quantization did to each weight, alone.", columns, weights)
 
 
 _OF_LEVEL = {"wrong": "wrong", "limit": "suspicious", "note": "none"}
 
 
 def table(
-    title: str, sentence: str, columns: tuple[str, ...], rows: Sequence[Sequence[Cell]], *, is_open: bool = False
+    title: str,
+    sentence: str,
+    columns: tuple[str, ...],
+    rows: Sequence[Sequence[Cell]],
+    *,
+    is_open: bool = False,
+    below: tuple[str, ...] = (),
 ) -> PageTable:
-    """Return a table of the first rows; it says how many there are in all."""
-    shown = tuple(tuple(map(_printable, row)) for row in rows[:MOST_LINES])
+    """Return a table of the first rows, without columns that are empty; it says how many rows there are in all."""
     if len(rows) > MOST_LINES:
         sentence += f" The first {MOST_LINES} of {len(rows):,}; the JSON document has all."
-    return PageTable(title, sentence, columns, shown, is_open)
+    shown = [tuple(map(_printable, row)) for row in rows[:MOST_LINES]]
+    full = [(name, cells) for name, *cells in zip(columns, *shown, strict=True) if not shown or any(cells)]
+    kinds = tuple(_kind(name, cells) for name, cells in full)
+    return PageTable(
+        title,
+        sentence,
+        tuple(name for name, _ in full),
+        tuple(zip(*(cells for _, cells in full), strict=True)),
+        kinds,
+        is_open,
+        below,
+    )
+
+
+def _kind(column: str, cells: Iterable[Cell]) -> str:
+    is_number = all(isinstance(cell, str) and (not cell or _NUMBER.fullmatch(cell)) for cell in cells)
+    return "number" if is_number else "code" if column in _CODE else ""
 
 
 def _printable(cell: Cell) -> Cell:

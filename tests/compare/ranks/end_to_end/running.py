@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -19,23 +17,12 @@ def recorded(module: ModuleType, path: Path, names: Iterable[str]) -> Path:
     runs: dict[str, Run] = module.ALL
     names = {*names, *(runs[name].baseline for name in names)} - {""}
     root = Path(__file__).resolve().parents[4]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    env["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    places = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     for world in sorted({runs[name].world for name in names}):
         words = ["-m", module.__name__, str(path), str(path / f"store{world}")]
-        running = [
-            children.Popen(
-                [sys.executable, *words, str(rank), str(world), *names],
-                env=env, stderr=subprocess.PIPE, text=True, imports=children.COMPILING,
-            )
-            for rank in range(world)
-        ]  # fmt: skip
-        try:
-            errors = [process.communicate(timeout=600)[1] for process in running]
-        finally:
-            for process in running:
-                process.kill()
-        assert not any(process.returncode for process in running), "\n".join(errors)
+        commands = ([*words, str(rank), str(world), *names] for rank in range(world))
+        options = {"env": {**os.environ, "PYTHONPATH": places}, "imports": children.COMPILING}
+        children.run_ranks(commands, timeout=600, **options)
     return path
 
 

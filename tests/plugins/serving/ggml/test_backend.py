@@ -24,7 +24,7 @@ PROMPTS = [[1, 495, 407, 983, 283, 91, 311], [1, 35]]
 def made(family: str) -> Any:
     torch.manual_seed(0)
     if family == "gemma2":
-        return gemma2()
+        return gemma2(vocab_size=128)
     module: Any = FAMILIES[family]().eval()
     if family.startswith("gemma"):
         module.config.query_pre_attn_scalar = module.config.head_dim
@@ -32,13 +32,13 @@ def made(family: str) -> Any:
     return module
 
 
-def gemma2() -> Any:
+def gemma2(vocab_size: int) -> Any:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128, "head_dim": 16}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 16, "sliding_window": 4}
     torch.manual_seed(0)
-    return Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, max_position_embeddings=64)).eval()
+    return Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, vocab_size=vocab_size, max_position_embeddings=64)).eval()
 
 
 def tokens_of(module: Any, prompts: list[list[int]], number: int) -> list[list[int]]:

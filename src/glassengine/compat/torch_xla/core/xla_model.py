@@ -23,11 +23,10 @@ from glassengine.compat.torch_xla.runtime import (
     require_alone,
     world_size,
 )
-from glassengine.compat.torch_xla.torch_xla import device, real_devices
+from glassengine.compat.torch_xla.torch_xla import device, real_devices, sync
 from glassengine.errors import UsageError
 from glassengine.executable.steps import add_step_closure as add_step_closure
 from glassengine.executable.steps import is_master_ordinal
-from glassengine.executable.steps import mark_step as end_step
 from glassengine.plugins.lazy.running import fetch, run_pending
 from glassengine.plugins.lazy.settings import Reason
 from glassengine.plugins.lazy.tensor import LazyTensor
@@ -115,14 +114,7 @@ def do_on_ordinals(target: Callable[..., object], data: Sequence[Any] = (), ordi
         target(*data)
 
 
-def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
-    """End a step: run all that is pending as one graph, then the closures of the step.
-
-    Args:
-        wait: Return only when asynchronous closures have run, too.
-        reset_scope: Without effect: names of scopes are not kept.
-    """
-    end_step(wait)
+mark_step = sync
 
 
 def wait_device_ops(devices: Sequence[Any] = ()) -> None:

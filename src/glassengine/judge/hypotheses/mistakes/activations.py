@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import is_real
 from glassengine.judge.site_pairs import ancestors, down, up
+from glassengine.numerics.float64 import is_real
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 

@@ -14,9 +14,9 @@ from glassengine.judge.hypotheses.mistakes.argument_words import kind_of_op
 from glassengine.judge.hypotheses.mistakes.tensor_roles import BENDING
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, called, constants_of, shown, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import TrialCall, is_real
+from glassengine.judge.hypotheses.trials.trial import TrialCall
 from glassengine.judge.site_pairs import passes_on
-from glassengine.numerics.float64 import retarget
+from glassengine.numerics.float64 import is_real, retarget
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind

@@ -12,7 +12,8 @@ from glassengine.judge.hypotheses.mistakes.arguments import BASES, literals, wit
 from glassengine.judge.hypotheses.mistakes.tensor_roles import PLACING
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, Literal, becoming
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Edit, is_real
+from glassengine.judge.hypotheses.trials.trial import Edit
+from glassengine.numerics.float64 import is_real
 from glassengine.ops.traits import named
 from glassengine.program.representation.naming import op_name
 

@@ -12,9 +12,9 @@ from torch.fx import Node
 from glassengine.judge.hypotheses.mistakes.tensor_roles import PLACING, comes_from
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, reading, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import factor_between, is_real
+from glassengine.judge.hypotheses.trials.trial import factor_between
 from glassengine.judge.site_pairs import passes_on
-from glassengine.numerics.float64 import double
+from glassengine.numerics.float64 import double, is_real
 from glassengine.numerics.mask_values import sentinel
 from glassengine.numerics.orders import called, kind_of_shift, order_between
 from glassengine.ops.traits import traits_of

@@ -14,8 +14,9 @@ from torch.fx import Node
 from glassengine.judge.hypotheses.mistakes.tensor_roles import is_of_places, turned_by
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, called
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall, is_real
+from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall
 from glassengine.judge.site_pairs import argument_names, passes_on, walk
+from glassengine.numerics.float64 import is_real
 from glassengine.numerics.orders import orders_of
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name

@@ -22,9 +22,9 @@ from glassengine.judge.hypotheses.mistakes.tensor_roles import (
 )
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, article, part_of, reading, tensors_of, whole_of
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Edit, factor_between, is_real
+from glassengine.judge.hypotheses.trials.trial import Edit, factor_between
 from glassengine.judge.site_pairs import argument_names, origin_of, passes_on, walk
-from glassengine.numerics.float64 import double
+from glassengine.numerics.float64 import double, is_real
 from glassengine.numerics.mask_values import is_mask
 from glassengine.numerics.orders import kind_of_shift
 from glassengine.ops.traits import traits_of

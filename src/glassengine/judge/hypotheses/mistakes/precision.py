@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, tensors_of, with_leaves
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall, is_real
+from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall
+from glassengine.numerics.float64 import is_real
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 

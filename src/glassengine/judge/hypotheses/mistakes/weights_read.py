@@ -18,9 +18,9 @@ from glassengine.judge.hypotheses.mistakes.fitted_constants import base_of, of_a
 from glassengine.judge.hypotheses.mistakes.tensor_roles import is_taken_apart
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import FAILS, Edit, factor_between, is_real
+from glassengine.judge.hypotheses.trials.trial import FAILS, Edit, factor_between
 from glassengine.judge.site_pairs import passes_on
-from glassengine.numerics.float64 import in_double, retarget, target_of
+from glassengine.numerics.float64 import in_double, is_real, retarget, target_of
 from glassengine.numerics.orders import called, order_between
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind

@@ -12,8 +12,9 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.hypotheses.trials.trial import FAILS, Trial, is_real, real_parts
+from glassengine.judge.hypotheses.trials.trial import FAILS, Trial, real_parts
 from glassengine.judge.pieces import Piece
+from glassengine.numerics.float64 import is_real
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.mask_values import sentinel
 

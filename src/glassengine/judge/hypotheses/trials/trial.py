@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.errors import BackendError
 from glassengine.judge.pieces import Piece
-from glassengine.numerics.float64 import in_double, retarget, retargeted, target_of
+from glassengine.numerics.float64 import in_double, is_real, retarget, retargeted, target_of
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
 
@@ -72,11 +72,6 @@ class Budget:
     def spend_passes(self, number: int, tensor: torch.Tensor) -> None:
         """Take what it costs to read or write all elements of a tensor so many times; raises as `spend` does."""
         self.spend(number * _OF_ELEMENT * tensor.numel())
-
-
-def is_real(value: object) -> TypeGuard[torch.Tensor]:
-    """Whether a value is a tensor of floating numbers."""
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def real_parts(value: torch.Tensor) -> torch.Tensor:

@@ -125,7 +125,6 @@ def _op_of(site: str, graph: Mapping[str, Any]) -> str:
 
 _KIND = {"rope": "position", "rms_norm": "eps", "norm": "eps", "soft_max": "mask", "flash_attn_ext": "mask"}
 """Op near which a setting of a kind counts."""
-_OBSERVED = {"rope", "rms_norm", "norm", "mul_mat", "soft_max", "get_rows", "add", "mul", "swiglu", "geglu", "set_rows"}
 
 
 def _above(site: str, graph: Mapping[str, Any]) -> Iterator[str]:

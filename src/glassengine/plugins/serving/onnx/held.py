@@ -24,7 +24,7 @@ from glassengine.errors import CorruptError
 from glassengine.numerics.activations import READERS
 from glassengine.plugins.serving.onnx.quantized import Numbers, of_experts, of_gather, of_linear, of_matmul
 from glassengine.program.onnx.file import OnnxFile, constant_of, tensor_of, torch_dtype
-from glassengine.program.onnx.session import start
+from glassengine.program.onnx.session import SessionSettings, start
 
 if TYPE_CHECKING:
     import onnx
@@ -387,12 +387,8 @@ def _rounds(bits: int, block: int) -> bool:
     graph = helper.make_graph([node], "probe", values, results, weights)
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    import onnxruntime
-
-    session_options = onnxruntime.SessionOptions()
-    session_options.intra_op_num_threads = 1
-    session_options.log_severity_level = 4
-    (found,) = start(model.SerializeToString(), session_options).run(None, {"x": x})
+    settings = SessionSettings({"intra_op_num_threads": 1})
+    (found,) = start(model.SerializeToString(), settings.options()).run(None, {"x": x})
     weight = of_matmul(options, [None, torch.from_numpy(packed), torch.from_numpy(scales)]).value.double()
     given = torch.from_numpy(x)
     plain = given.double() @ weight.T

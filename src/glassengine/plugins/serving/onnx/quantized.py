@@ -8,14 +8,15 @@ QMoE                    [experts, N, bytes of a row], scales of rows, or of bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from glassengine.errors import CorruptError
+from glassengine.program.onnx.grids import beside, unpacked
 
 _BITS = (2, 4, 8)
 
@@ -51,14 +52,12 @@ def of_matmul(attributes: Mapping[str, Any], inputs: list[Tensor | None]) -> Num
     blocks = -(-columns // block)
     if packed is None or scales is None or packed.numel() != rows * blocks * (block * bits // 8):
         raise _unfit("MatMulNBits", packed, scales)
-    integers = unpacked(packed.reshape(rows, -1), bits).reshape(rows, -1)[:, :columns]
-    of_block = _grid(scales, rows, blocks, "MatMulNBits")
-    points = _zero_points(zeros, rows, blocks, bits)
+    integers = as_floats(packed.reshape(rows, -1), bits).reshape(rows, -1)[:, :columns]
     at = torch.arange(columns) // block if groups is None else groups.flatten()[:columns].long()
     if int(at.max()) >= blocks or int(at.min()) < 0:
         raise _unfit("MatMulNBits", packed, scales)
-    step = of_block.float()[:, at]
-    return Numbers((integers - points[:, at]) * step, step.abs(), (f"INT{bits} in blocks of {block}",))
+    points = _zero_points(zeros, rows, blocks, bits)
+    return _of_blocks("MatMulNBits", integers, scales, points, at, f"INT{bits} in blocks of {block}")
 
 
 def of_gather(attributes: Mapping[str, Any], inputs: list[Tensor | None], plain: str) -> Numbers:
@@ -78,16 +77,14 @@ def of_gather(attributes: Mapping[str, Any], inputs: list[Tensor | None], plain:
     if data is None or scales is None or data.dim() != 2 or int(attributes.get("quantize_axis", 1)) not in (1, -1):
         raise _unfit("GatherBlockQuantized", data, scales)
     rows = data.shape[0]
-    integers = unpacked(data, bits) if plain == "uint8" else data.float()
+    integers = as_floats(data, bits) if plain == "uint8" else data.float()
     blocks = -(-integers.shape[1] // block)
-    of_block = _grid(scales, rows, blocks, "GatherBlockQuantized")
     if zeros is None and plain != "uint8":
         points = torch.zeros(rows, blocks)
     else:
         points = _zero_points(zeros, rows, blocks, bits)
     at = torch.arange(integers.shape[1]) // block
-    step = of_block.float()[:, at]
-    return Numbers((integers - points[:, at]) * step, step.abs(), (f"INT{bits} in blocks of {block}",))
+    return _of_blocks("GatherBlockQuantized", integers, scales, points, at, f"INT{bits} in blocks of {block}")
 
 
 def of_linear(attributes: Mapping[str, Any], inputs: list[Tensor | None]) -> Numbers:
@@ -101,9 +98,8 @@ def of_linear(attributes: Mapping[str, Any], inputs: list[Tensor | None]) -> Num
     if integers is None or scale is None:
         raise _unfit("DequantizeLinear", integers, scale)
     axis, block = int(attributes.get("axis", 1)), int(attributes.get("block_size", 0))
-    spread = _spread(integers, axis, block)
-    step = spread(scale.float())
-    value = (integers.float() - (spread(zero.float()) if zero is not None else 0.0)) * step
+    step = beside(scale.float(), integers, axis, block)
+    value = (integers.float() - (beside(zero.float(), integers, axis, block) if zero is not None else 0.0)) * step
     return Numbers(value, step.abs().expand(value.shape), (str(integers.dtype).removeprefix("torch.").upper(),))
 
 
@@ -117,25 +113,20 @@ def of_experts(attributes: Mapping[str, Any], packed: Tensor, scales: Tensor, ze
     if bits not in _BITS or packed.dim() != 3 or scales.shape[:2] != packed.shape[:2]:
         raise _unfit("QMoE", packed, scales)
     experts, rows = packed.shape[:2]
-    integers = unpacked(packed.reshape(experts * rows, -1), bits)
+    integers = as_floats(packed.reshape(experts * rows, -1), bits)
     columns = integers.shape[1]
     block = int(attributes.get("block_size", 0)) or columns
-    blocks = -(-columns // block)
-    of_block = _grid(scales, experts * rows, blocks, "QMoE")
-    points = _zero_points(zeros, experts * rows, blocks, bits)
+    points = _zero_points(zeros, experts * rows, -(-columns // block), bits)
     at = torch.arange(columns) // block
-    step = of_block.float()[:, at]
-    value = ((integers - points[:, at]) * step).reshape(experts, rows, columns)
-    return Numbers(value, step.abs().reshape(value.shape), (f"INT{bits} in blocks of {block}",))
+    found = _of_blocks("QMoE", integers, scales, points, at, f"INT{bits} in blocks of {block}")
+    assert found.step is not None
+    shape = (experts, rows, columns)
+    return replace(found, value=found.value.reshape(shape), step=found.step.reshape(shape))
 
 
-def unpacked(packed: Tensor, bits: int) -> Tensor:
+def as_floats(packed: Tensor, bits: int) -> Tensor:
     """Return the numbers of the rows of bytes, the lowest bits of a byte first, as float32 [rows, numbers]."""
-    if bits == 8:
-        return packed.float()
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-    parts: Tensor = (packed.to(torch.uint8)[..., None] >> shifts) & (2**bits - 1)
-    return parts.flatten(-2).float()
+    return packed.float() if bits == 8 else unpacked(packed, bits).float()
 
 
 def _format(attributes: Mapping[str, Any], bits: int) -> tuple[int, int]:
@@ -145,10 +136,12 @@ def _format(attributes: Mapping[str, Any], bits: int) -> tuple[int, int]:
     return found, block
 
 
-def _grid(scales: Tensor, rows: int, blocks: int, kind: str) -> Tensor:
-    if scales.numel() != rows * blocks:
+def _of_blocks(kind: str, integers: Tensor, scales: Tensor, points: Tensor, at: Tensor, form: str) -> Numbers:
+    """Return the numbers of integers [rows, columns]; `at` is the block of each column."""
+    if scales.numel() != points.numel():
         raise _unfit(kind, None, scales)
-    return scales.reshape(rows, blocks)
+    step = scales.reshape(points.shape).float()[:, at]
+    return Numbers((integers - points[:, at]) * step, step.abs(), (form,))
 
 
 def _zero_points(zeros: Tensor | None, rows: int, blocks: int, bits: int) -> Tensor:
@@ -159,19 +152,8 @@ def _zero_points(zeros: Tensor | None, rows: int, blocks: int, bits: int) -> Ten
         return zeros.float().reshape(rows, blocks)
     of_row = -(-blocks * bits // 8)
     if zeros.numel() == rows * of_row:
-        return unpacked(zeros.reshape(rows, of_row), bits)[:, :blocks]
+        return as_floats(zeros.reshape(rows, of_row), bits)[:, :blocks]
     raise _unfit("zero points", zeros, None)
-
-
-def _spread(like: Tensor, axis: int, block: int) -> Callable[[Tensor], Tensor]:
-    def spread(part: Tensor) -> Tensor:
-        if part.numel() == 1:
-            return part.reshape(())
-        if block:
-            return part.repeat_interleave(block, axis).narrow(axis, 0, like.shape[axis])
-        return part.reshape([-1 if at == axis % like.dim() else 1 for at in range(like.dim())])
-
-    return spread
 
 
 def _unfit(kind: str, data: Tensor | None, scales: Tensor | None) -> CorruptError:

@@ -54,6 +54,6 @@ function drawCourse() {
     plot.append(bar);
   }
   plot.append(svg("text", { x: left, y: height - 4 }, "first"), svg("text", { x: width - 26, y: height - 4 }, "last"));
-  const words = byRatio ? "The scale is logarithmic; the dashed line above the band is four times the floor." : "There is no measured noise floor here: signal-to-noise ratio, and verdicts by tolerance.";
-  body.replaceChildren(plot, el("p", { class: "about" }, `${words} ${many(kept.length)} tensors, ${flagged} of ${count} bars beyond rounding; ${page.knows_inherited ? "pale bars only pass an error on." : "two records alone do not tell what is passed on."}`));
+  const words = byRatio ? "Error over noise floor, on a logarithmic scale; the gray band is what rounding alone explains, the dashed line above it four times that." : "Signal-to-noise ratio: two records have no measured noise floor, and verdicts are by tolerance.";
+  body.replaceChildren(plot, el("p", { class: "about" }, `${words} ${many(kept.length)} tensors, ${flagged} of ${count} bars beyond rounding; ${page.knows_inherited ? "pale bars only pass an error on." : "a bar may be made there or passed on."}`));
 }

@@ -28,7 +28,7 @@ function growTree() {
 
 function branch(node) {
   const sign = node.own ? "\u25cf" : "";
-  const words = `${many(node.count)} tensors${node.own ? `, ${many(node.own)} ${page.knows_inherited ? "make an error" : "differ"}` : ""}`;
+  const words = `${many(node.count)} tensor${node.count === 1 ? "" : "s"}${node.own ? `, ${many(node.own)} ${page.knows_inherited ? "make an error" : "differ"}` : ""}`;
   const line = [el("span", { class: `swatch ${classOf(Math.max(node.level, 0))}` }), sign ? `${sign} ` : "", el("code", {}, short(node.name) || "(root)"), el("span", { class: "num" }, words)];
   const details = el("details", {}, el("summary", {}, ...line));
   details.addEventListener("toggle", () => { if (details.open && details.childElementCount === 1) details.append(inside(node)); });

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ import torch
 from onnx import helper, numpy_helper
 
 import glassengine as glass
-from glassengine.results import Comparison
 from glassengine.testing.checkpoints import save_checkpoint
 from glassengine.testing.genai import build_genai
+from tests.plugins.serving.check.end_to_end.test_genai import planted
 
 pytest.importorskip("onnxruntime_genai")
 pytestmark = pytest.mark.slow
@@ -92,14 +91,6 @@ def exchanged(model: onnx.ModelProto) -> None:
     ],
 )
 def test_mistakes_are_named(name: str, plant: Any, site: str, folder: Path, tmp_path: Path) -> None:
-    found = planted(folder, tmp_path, plant)
+    found = planted(folder, tmp_path, plant, steps=0)
     first = found.first_divergence
     assert not found.ok and first is not None and first.step == 0 and first.site.startswith(site), (name, first)
-
-
-def planted(folder: Path, target: Path, plant: Callable[[onnx.ModelProto], None]) -> Comparison:
-    shutil.copy(folder / "genai" / "genai_config.json", target)
-    model = onnx.load(folder / "genai" / "model.onnx")
-    plant(model)
-    onnx.save(model, target / "model.onnx")
-    return glass.check(folder / "checkpoint", candidate=f"genai:{target}", steps=0)

@@ -23,6 +23,7 @@ from glassengine.testing import models
 from glassengine.testing.architectures import FAMILIES
 from glassengine.testing.checkpoints import save_checkpoint
 from glassengine.testing.genai import build_genai
+from tests.plugins.serving.check.end_to_end.test_gguf import SCALES, SMALL
 
 pytest.importorskip("onnxruntime_genai")
 Plant = Callable[[onnx.ModelProto], None]
@@ -252,19 +253,6 @@ def test_healthy_families(family: str, precision: str, tmp_path: Path) -> None:
     require_healthy(check(made(family, tmp_path, precision), steps=3))
 
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 272,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-SCALES = {"embedding_multiplier": 2.0, "residual_multiplier": 0.3, "logits_scaling": 3.0, "attention_multiplier": 0.2}
 CONFIGURED: dict[str, dict[str, Any]] = {
     "Gemma": {"head_dim": 16},
     "Gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 4},
@@ -279,7 +267,7 @@ def configured(name: str, folder: Path) -> Path:
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**SMALL, **CONFIGURED[name]})
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, "max_position_embeddings": 128, **CONFIGURED[name]})
     return made(name, folder, module=getattr(transformers, f"{name}ForCausalLM")(config).eval())
 
 

@@ -15,6 +15,7 @@ from glassengine.results import Comparison
 from glassengine.testing import models
 from glassengine.testing.architectures import FAMILIES
 from glassengine.testing.checkpoints import save_checkpoint
+from tests.plugins.serving.ggml.test_backend import gemma2
 
 
 def made(family: str, folder: Path) -> nn.Module:
@@ -220,17 +221,6 @@ def test_settings_of_other_configurations(name: str, setting: dict[str, Any], si
     assert first.site.startswith(site), first
 
 
-def gemma2(folder: Path) -> Any:
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 300, "head_dim": 16}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 16, "sliding_window": 4}
-    torch.manual_seed(0)
-    module = Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, max_position_embeddings=64)).eval()
-    save_checkpoint(module, folder)
-    return module
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "site"),
@@ -243,7 +233,8 @@ def gemma2(folder: Path) -> Any:
     ids=["healthy", "attention soft cap", "final soft cap", "window"],
 )
 def test_gemma2(setting: dict[str, Any], site: str, tmp_path: Path) -> None:
-    module = gemma2(tmp_path / "checkpoint")
+    module = gemma2(vocab_size=300)
+    save_checkpoint(module, tmp_path / "checkpoint")
     write_gguf(module, tmp_path / "model.gguf", **setting)
     found = glass.check(tmp_path / "checkpoint", candidate=f"gguf:{tmp_path}/model.gguf", steps=1)
     if not setting:
