@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from glassengine.diagnose import check
+from glassengine.judge.pairing import weights
 from glassengine.judge.pairing.weights import compare_weights
 
 BASE = {"a.weight": torch.randn(6, 6, generator=torch.Generator().manual_seed(0)), "b": torch.arange(4)}
@@ -138,3 +140,9 @@ def test_weights_that_a_norm_was_folded_into_are_judged_by_what_they_make(tmp_pa
     right = check(Normed().eval(), fail_on="suspicious", **given)
     assert right.ok and right.weights is not None and right.weights.different == ()
     assert not check(Normed(epsilon=1e-3).eval(), **given).ok
+
+
+def test_weights_that_are_nan_on_both_sides_are_equal() -> None:
+    nan, number = torch.tensor([math.nan, 1.0]), torch.tensor([2.0, 1.0])
+    assert weights.is_equal(nan, nan.clone())
+    assert not weights.is_equal(nan, number)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from glassengine.diagnose import check
 from glassengine.judge.verdict.corrections import (
     corrected,
     exchanged,
@@ -252,3 +253,27 @@ def test_the_sentence_has_it() -> None:
     assert first.hints[0].text.endswith("; the reference has config.rms_norm_eps = 1e-06")
     assert first.hints[0].change.configured == "rms_norm_eps"
     assert with_configuration(_with(hint), object()) == _with(hint)
+
+
+class Scores(nn.Module):
+    """A layer that both sides have."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = x @ x.transpose(-2, -1) * 0.5
+        return scores.softmax(-1) @ x
+
+
+class Unscaled(nn.Module):
+    """The same without its factor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = x @ x.transpose(-2, -1)
+        return scores.softmax(-1) @ x
+
+
+def test_the_line_of_a_wrong_layer_is_found_beside_a_right_one() -> None:
+    wrong = nn.Sequential(Scores(), Unscaled(), Scores())
+    found = check(nn.Sequential(Scores(), Scores(), Scores()), candidate=wrong, inputs={"input": torch.randn(2, 5, 8)})
+    first = found.first_divergence
+    assert first is not None and "0.5 is missing" in first.hints[0].text, first
+    assert (first.candidate_source or "").endswith("scores = x @ x.transpose(-2, -1)")

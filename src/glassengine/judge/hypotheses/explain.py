@@ -183,7 +183,7 @@ def _explained(
     left, proven = question.unexplained(made), question.proves(made)
     pairs = pairs_between(question, made)
     kind: Kind = hypothesis.kind if pairs is None else "mask"
-    text = text if pairs is None or pairs in text else f"{pairs}: {text}"
+    text = text if pairs is None or pairs in text else f"{pairs}; {text}"
     if kind == "other" and _only_moves(question, hypothesis):
         kind = "permuted"
     if kind in OF_VALUES and only_hides(question, hypothesis.edits):

@@ -17,12 +17,12 @@ from torch.fx import Node
 from glassengine.judge.hypotheses.explain import MistakeExplanation, Rank, differences, explanation
 from glassengine.judge.hypotheses.inside import Inside, inside_of
 from glassengine.judge.hypotheses.mistakes.catalog import Family
-from glassengine.judge.hypotheses.trials.hypothesis import constants_of, of_weight, part_of, short, whole_of
+from glassengine.judge.hypotheses.trials.hypothesis import called, constants_of, of_weight, part_of, short, whole_of
 from glassengine.judge.hypotheses.trials.question import Question, TheirRegion, in_its_dtype, noise_of
 from glassengine.judge.hypotheses.trials.trial import FAILS, OF_DIFFERENCES, Budget, Trial, real_parts
 from glassengine.judge.pieces import Piece, cut
 from glassengine.judge.site_pairs import ancestors, down, origin_of, passed_on, readers_of, region_of, up
-from glassengine.program.representation.naming import source_line
+from glassengine.program.representation.naming import op_name, source_line
 from glassengine.program.representation.program import Program
 from glassengine.results import Hint
 
@@ -312,6 +312,10 @@ class MistakeSearch:
         made = part_of(node)
         whole = whole_of(made)
         name = short(self._site(made.name), site)
+        if (
+            op_name(made) == "getitem" and made.args[1] == 0 and whole is None
+        ):  # what a norm makes, beside its statistics
+            name = f"{name.rpartition('/')[0]}/{called(op_name(made.all_input_nodes[0]))}".removeprefix("/")
         return name if whole is None else f"part {made.args[1]} of {self._maker(whole, site)}"
 
     def _are_exchanged(self, one: Node, other: Node) -> bool:

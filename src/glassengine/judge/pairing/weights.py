@@ -338,7 +338,7 @@ def is_equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
         return torch.equal(ours, theirs)
     coarser = max((ours.dtype, theirs.dtype), key=unit_roundoff)
     a, b = ours.detach().to(coarser), theirs.detach().to(coarser)
-    if torch.equal(a, b):
+    if torch.allclose(a, b, rtol=0, atol=0, equal_nan=True):
         return True
     wide, error = a.double(), (a.double() - b.double()).abs()
     return bool((error <= _LOOSE * unit_roundoff(coarser) * wide.abs()).all())

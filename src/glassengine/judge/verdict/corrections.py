@@ -87,28 +87,36 @@ def line_of_reader(
     if node.name != divergence.node and node.name not in counterparts:
         ours, theirs = ([op.target for op in ops] for ops in _regions(baseline, program, counterparts, divergence))
         if ours.count(node.target) <= theirs.count(node.target):
-            return _changed(baseline, program, source_line(node))
+            return _changed(baseline, program, node)
     elif any(counterparts.get(source.name) == there for source in node.all_input_nodes):
         made = next((origin_of(one) for one in program.graph.nodes if one.name == there), None)
         readers = [one for one in readers if any(origin_of(source) is made for source in one.all_input_nodes)]
     else:
         return None
-    line = _changed(baseline, program, source_line(node))
+    line = _changed(baseline, program, node)
     return line or (source_line(readers[0], min(map(depth_of, (node, readers[0])))) if readers else None)
 
 
-def _changed(baseline: Program, program: Program, line: str | None) -> str | None:
-    """Return the line of a program that is most like one of the baseline's, which it does not have; None without it."""
-    ours, theirs = (
-        {site.source: parts[2] for site in one.sites if site.kind == "op" and (parts := parts_of_line(site.source))}
-        for one in (baseline, program)
-    )
-    code, known = (parts_of_line(line) or ("", 0, ""))[2], set(ours.values())
+def _changed(baseline: Program, program: Program, node: Node) -> str | None:
+    """Return the line of a program that is most like that of a baseline's op, which it does not have; None without it.
+
+    Where both have the op's module, its lines alone count: another layer may be right.
+    """
+    module = site.name.rpartition("/")[0] if (site := _site(baseline, node)) else ""
+    every = [{one: _lines(program, one) for one in ("", module)} for program in (baseline, program)]
+    ours, theirs = (lines[module if all(one[module] for one in every) else ""] for lines in every)
+    code, known = (parts_of_line(source_line(node)) or ("", 0, ""))[2], set(ours.values())
     ratios = {
         source: SequenceMatcher(None, code, other).ratio() for source, other in theirs.items() if other not in known
     }
     best = max(ratios, key=lambda source: ratios[source], default=None)
     return best if code not in theirs.values() and best is not None and ratios[best] >= _ALIKE else None
+
+
+def _lines(program: Program, module: str) -> dict[str | None, str]:
+    """Return the lines of the ops of a program, or of those of one module: "file:line: code" -> code."""
+    ops = (site for site in program.sites if site.kind == "op" and site.name.startswith(f"{module}/" if module else ""))
+    return {site.source: parts[2] for site in ops if (parts := parts_of_line(site.source))}
 
 
 def _regions(

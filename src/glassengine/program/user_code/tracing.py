@@ -352,7 +352,7 @@ def collect_marks(graph: torch.fx.Graph) -> list[Mark]:
     return found
 
 
-NOT_THE_USERS = ("/glassengine/program/", "/torch/")
+NOT_THE_USERS = ("/glassengine/program/", "/torch/", "<eval_with_key>")
 _INSTALLED = ("/glassengine/", "/site-packages/", "/dist-packages/", "/lib/python", "<")
 
 

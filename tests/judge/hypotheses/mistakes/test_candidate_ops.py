@@ -53,6 +53,12 @@ def test_ops_that_both_sides_have_are_not_extra() -> None:
     assert explain(asked(lambda x: 2 * x.sigmoid() - 1, lambda x: (x / 2).tanh(), given)) == []
 
 
+def test_an_op_on_the_other_side_of_a_norm_is_named() -> None:
+    given = {"x": drawn(2, 5, 6)}
+    hint = told(lambda x: F.layer_norm(x.relu(), (6,)), lambda x: F.layer_norm(x, (6,)).relu(), given)
+    assert (hint.kind, hint.text) == ("activation", "relu is done to layer_norm, not to x")
+
+
 @pytest.mark.parametrize("size", [8, 10])
 def test_padding_as_another_framework_has_it(size: int) -> None:
     given = {"x": drawn(1, 3, size, size), "weight": drawn(4, 3, 3, 3, seed=1)}

@@ -134,7 +134,32 @@ def test_a_rotation_that_is_left_out_or_done_twice_is_one_of_positions(times: in
 def test_heads_that_are_not_transposed_before_they_are_put_together_are_mixed() -> None:
     given = {"x": drawn(2, 4, 5, 8)}
     hint = told(lambda x: x.transpose(1, 2).reshape(2, 5, 32), lambda x: x.reshape(2, 5, 32), given)
-    assert hint.kind == "transposed" and "without being transposed" in hint.text
+    assert hint.kind == "transposed" and hint.text == "transpose is missing: x is read as it is"
+
+
+def test_a_permute_that_is_a_reshape_is_missing() -> None:
+    given = {"x": drawn(4, 6, 8)}
+    hint = told(lambda x: x.permute(0, 2, 1), lambda x: x.reshape(4, 8, 6), given)
+    assert hint.kind == "transposed" and hint.text == "permute is missing: x is read as it is"
+
+
+class Causal(nn.Module):
+    """Hides by a condition that it turns over twice."""
+
+    def __init__(self, by: int) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = ~torch.ones(6, 6, dtype=torch.bool).triu(self.by)
+        hidden = ~F.pad(seen, (1, 0), value=True)
+        return x.masked_fill(hidden, float("-inf")).softmax(-1)
+
+
+def test_a_condition_that_is_turned_over_twice_hides_what_is_true() -> None:
+    found = check(Causal(1), candidate=Causal(2), inputs={"x": drawn(6, 7)}).first_divergence
+    assert found is not None and found.hints[0].kind == "mask"
+    assert found.hints[0].text.startswith("a position sees the next one; diagonal of triu"), found.hints
 
 
 def test_zeros_of_a_mask_are_no_dropout() -> None:

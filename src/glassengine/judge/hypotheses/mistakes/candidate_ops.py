@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.judge.hypotheses.mistakes.argument_words import kind_of_op
 from glassengine.judge.hypotheses.mistakes.tensor_roles import BENDING
-from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, constants_of, shown, tensors_of
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, called, constants_of, shown, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import TrialCall
 from glassengine.judge.site_pairs import passes_on
@@ -43,6 +43,26 @@ def extra_op(question: Question) -> Iterator[Hypothesis]:
                 text = f"{op_name(theirs)} of {label} in the candidate, none in the baseline"
                 text = f"{label} is multiplied by 0" if traits_of(theirs).kind == "factor" else text
                 yield Hypothesis(kind, text, {node: edit})
+
+
+def moved_op(question: Question) -> Iterator[Hypothesis]:
+    """Yield: an op that reads one tensor is done to another one instead: before a norm, not after it."""
+    trial = question.trial
+    for node in trial.ops:
+        (source, *others), call = node.all_input_nodes or [None], trial.call(node)
+        if source is None or others or passes_on(node) or not all(map(is_real, (call.value, trial.values[source]))):
+            continue
+        if call.value.shape != trial.values[source].shape or traits_of(node).kind in ("factor", "term"):
+            continue
+
+        def edit(there: TrialCall, own: TrialCall = call) -> Any:
+            return own.rerun(there.value, *own.args[1:], **own.kwargs)
+
+        kind: Kind = "activation" if traits_of(node).kind in BENDING else "other"
+        for other in [*trial.ops, *trial.inputs]:
+            if other not in (node, source) and is_real(trial.values[other]) and other.name not in question.weights:
+                text = f"{called(op_name(node))} is done to {question.label(other)}, not to {question.label(source)}"
+                yield Hypothesis(kind, text, {node: lambda passed: passed.args[0], other: edit})
 
 
 def another_op(question: Question) -> Iterator[Hypothesis]:

@@ -72,7 +72,7 @@ _BY_SCORE: dict[float, tuple[Family, ...]] = {
         global_transforms.zeroed,
         global_transforms.dropped,
     ),
-    0.91: (candidate_ops.extra_op, layouts.permuted_operands),
+    0.91: (candidate_ops.extra_op, candidate_ops.moved_op, layouts.permuted_operands),
     0.905: (expressions.expressions,),
     0.9: (fitted_constants.fitted_constants,),
     0.85: (global_transforms.rearranged,),

@@ -33,7 +33,6 @@ _BESIDE = 2
 def reshaped(question: Question) -> Iterator[Hypothesis]:
     """Yield: what one axis is made of is taken, or put together, in another order (heads by their width)."""
     for node, given, made in _views(question):
-        yield from _not_transposed(question, node, made)
         split, merged = meeting(given, made.shape), meeting(made.shape, given)
         for axis, first, parts in factored(split, made.shape):
             kind, how = _of_axes(question, node, first, parts)
@@ -58,21 +57,6 @@ def _views(question: Question) -> Iterator[tuple[Node, torch.Size, torch.Tensor]
         made = question.trial.tensor(node)
         if traits_of(node).kind == "reshape" and given is not None and made is not None:
             yield node, given.shape, made
-
-
-def _not_transposed(question: Question, node: Node, made: torch.Tensor) -> Iterator[Hypothesis]:
-    """Yield: what is put together was transposed before, and is not: heads and positions are mixed."""
-    source = node
-    for _ in range(_MOST_FACTORS):
-        above = source.args[0] if source.args else None
-        if not isinstance(above, Node) or not passes_on(source):
-            return
-        source, given = above, question.trial.tensor(above)
-        if given is None or given.numel() != made.numel():
-            return
-        if given.dim() > 2 and source is not node.args[0]:
-            text = f"{question.label(source)} is put together without being transposed: heads and positions are mixed"
-            yield Hypothesis("transposed", text, {node: given.reshape(made.shape)})
 
 
 def merges(question: Question, node: Node, value: torch.Tensor, a: int, b: int) -> bool:

@@ -182,8 +182,18 @@ def pairs_between(question: Question, made: torch.Tensor) -> str | None:
     here, there = _unhidden(right), _unhidden(made)
     if here is None or there is None or torch.equal(here, there) or not _hides(question, end):
         return None
-    is_hidden = right.dtype is torch.bool and any(op_name(user) == "masked_fill" for user in question.users(end))
+    is_hidden = right.dtype is torch.bool and _marks_hidden(question.in_baseline(end))
     return _described(~here, ~there) if is_hidden else _described(here, there)
+
+
+def _marks_hidden(node: Node, depth: int = _NEAR) -> bool:
+    """Whether what is true in a condition is hidden by its readers, after the ops that turn it over."""
+    for user in node.users:
+        if op_name(user) == "masked_fill":
+            return True
+        if depth and getattr(user.meta.get("val"), "dtype", None) is torch.bool:
+            return _marks_hidden(user, depth - 1) != (op_name(user) in ("bitwise_not", "logical_not"))
+    return False
 
 
 def counted(question: Question) -> Iterator[Hypothesis]:

@@ -143,8 +143,12 @@ def left_out(question: Question) -> Iterator[Hypothesis]:
                     yield Hypothesis("position" if counts else kind, text, {node: value}, lost=lost)
         elif name == "where":
             yield from _choices(question, node, made)
-        elif is_real(first) and first.shape == made.shape and not torch.equal(first, made):
-            yield Hypothesis(_kind_of_missing(node), f"{article(node)} is missing", {node: first})
+        elif is_real(first) and first.numel() == made.numel():  # what moves axes is missing before a reshape
+            found = first.reshape(made.shape)
+            if not torch.equal(found, made):
+                text = f"{article(node)} is missing"
+                text += "" if first.shape == made.shape else f": {question.label(tensors[0][1])} is read as it is"
+                yield Hypothesis(_kind_of_missing(node), text, {node: found})
 
 
 def _of_two(question: Question, node: Node, a: Node, b: Node) -> Iterator[tuple[Kind, str, Tensor, Node | None]]:
