@@ -312,9 +312,8 @@ class MistakeSearch:
         made = part_of(node)
         whole = whole_of(made)
         name = short(self._site(made.name), site)
-        if (
-            op_name(made) == "getitem" and made.args[1] == 0 and whole is None
-        ):  # what a norm makes, beside its statistics
+        # A norm makes its result beside its statistics.
+        if op_name(made) == "getitem" and made.args[1] == 0 and whole is None:
             name = f"{name.rpartition('/')[0]}/{called(op_name(made.all_input_nodes[0]))}".removeprefix("/")
         return name if whole is None else f"part {made.args[1]} of {self._maker(whole, site)}"
 

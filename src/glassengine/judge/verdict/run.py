@@ -19,7 +19,7 @@ from glassengine.judge.exclusions.masked import valid_mask
 from glassengine.judge.pairing.gauge import TAKEN_BACK, taken_back
 from glassengine.judge.replay.reference import PLAIN, CoarseArithmetic, ReferenceRun
 from glassengine.judge.sides.protocol import Place, Side
-from glassengine.judge.verdict.same_bits import Natives, bits_tell_all, references, same_bits
+from glassengine.judge.verdict.same_bits import Natives, equal_bits_suffice, references, same_bits
 from glassengine.judge.verdict.score import Score
 from glassengine.numerics.exemptions import GAUGE
 from glassengine.numerics.float64 import FLOAT32_SUMS, Accumulation
@@ -60,13 +60,13 @@ def run_cases(
     results: dict[str, list[str]] = {}
     for name in results_of(program):
         results.setdefault(program.output_nodes[name], []).append(name)
-    tells_all = bits_tell_all(program, scores)
+    suffices = equal_bits_suffice(program, scores)
     for case in cases:
         options: Any = {"coarsest": coarsest, "accumulation": accumulation, "arithmetic": arithmetic}
         reference = ReferenceRun(program, **options)
         steps, is_same = _steps(program, case, model, scores), False
-        if tells_all and (case.num_steps == 1 or not program.caches):
-            steps, is_same = _whether_same(program, case, model, scores)
+        if suffices and (case.num_steps == 1 or not program.caches):
+            steps, is_same = _steps_compared_ahead(program, case, model, scores)
         for given in steps:
             step, inputs = given.number, given.inputs
             made = scores[0].side.results() if scores[0].side is model else {}
@@ -147,7 +147,7 @@ def _steps(program: Program, case: Case, model: Side | None, scores: Sequence[Sc
         yield _Step(number, inputs, named, num_seen)
 
 
-def _whether_same(
+def _steps_compared_ahead(
     program: Program, case: Case, model: Side | None, scores: Sequence[Score]
 ) -> tuple[Iterator[_Step], bool]:
     """Return the steps of a case, and whether every side has the bits of the program in all of them.

@@ -28,7 +28,7 @@ Natives = Mapping[str, Tensor]
 """Tensors that the program makes in its own dtype, by node: those that were observed, and the results."""
 
 
-def bits_tell_all(program: Program, scores: Sequence[Score]) -> bool:
+def equal_bits_suffice(program: Program, scores: Sequence[Score]) -> bool:
     """Whether equal bits leave nothing open: no chance, no branch that no input took, no drift to be measured."""
     return all(score.drift is None for score in scores) and all(
         node.op != "call_function"
@@ -66,9 +66,7 @@ def references(
     for node in program.graph.nodes:
         if node.op == "call_function" and "_assert" not in str(node.target) and is_tensor_node(node):
             native = natives.get(node.name)
-            unobserved = native is None
-            value = torch.empty(0) if native is None else native
-            yield node, SameBits(value, None if unobserved else valid(node, value))
+            yield node, SameBits(torch.empty(0), None) if native is None else SameBits(native, valid(node, native))
 
 
 def _compare(
@@ -77,9 +75,10 @@ def _compare(
     for score in scores:
         for seen in score.side.observed(node.name):
             axis = program.sites.by_node[node.name][0].axes.get("cache")
-            if not isinstance(value, Tensor) or not _is_same(completed(seen.tensor, value, axis, num_seen), value):
+            tensor = completed(seen.tensor, value, axis, num_seen) if isinstance(value, Tensor) else None
+            if tensor is None or not _is_same(tensor, value):
                 raise _Differs
-            natives[node.name] = value
+            natives[node.name] = tensor  # the side's own, which is kept anyway
 
 
 class _Differs(Exception):
