@@ -25,7 +25,7 @@ from glassengine.results.without_tensors import (
 )
 from tests.report.made_results import comparison
 
-WHATS: tuple[What, ...] = ("run", "batch", "padding", "length", "cache", "threads", "order", "compile", "attention")
+CHANGES: tuple[What, ...] = ("run", "batch", "padding", "length", "cache", "threads", "order", "compile", "attention")
 COMMAND = ("check", "port.py:model", "--invariant", "all")
 
 
@@ -55,18 +55,18 @@ def same(*changes: Variation) -> Invariance:
 
 @pytest.mark.parametrize("width", [80, 100])
 def test_all_changes_of_a_model_fit_one_screen(width: int) -> None:
-    lines = screen(invariance(same(*map(variation, WHATS)), COMMAND), width)
+    lines = screen(invariance(same(*map(variation, CHANGES)), COMMAND), width)
     assert len(lines) <= 25 and max(map(len, lines)) <= width
     text = " ".join(" ".join(lines).split())
     assert text.startswith("ok: rounding explains what run, batch, padding")
     assert "results 9 within rounding; 108 of 180 variants differ; no next token changes" in text
-    assert all(any(line.startswith(f"{what} ") for line in lines) for what in WHATS)
+    assert all(any(line.startswith(f"{what} ") for line in lines) for what in CHANGES)
     assert "cause another kernel for run" in text and lines[-1].endswith("(--json has all)")
 
 
 def test_what_is_beyond_rounding_comes_first_with_its_line_to_change() -> None:
     beyond = variation("order", verdict="beyond rounding", num_changed_tokens=3, max_abs_diff=float("nan"))
-    lines = screen(invariance(same(*map(variation, WHATS[:4]), beyond), COMMAND), 100)
+    lines = screen(invariance(same(*map(variation, CHANGES[:4]), beyond), COMMAND), 100)
     text = " ".join(" ".join(lines).split())
     assert lines[0].startswith("NOT OK: order: beyond rounding, first in mm in model.layers.0")
     assert "results 4 within rounding, 1 beyond rounding; 60 of 100 variants differ; 3 of 185 next tokens" in text
@@ -76,7 +76,7 @@ def test_what_is_beyond_rounding_comes_first_with_its_line_to_change() -> None:
     assert "not finite" in text and "nan" not in text
 
 
-def test_changes_that_differ_for_one_reason_are_told_once() -> None:
+def test_changes_that_differ_for_one_reason_are_one_entry() -> None:
     first, cause = variation("batch").first, "another kernel"
     told = same(*(variation(what, first=first, cause=cause) for what in ("batch", "length")), variation("order"))
     lines = screen(invariance(told), 120)

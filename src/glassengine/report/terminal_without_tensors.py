@@ -166,7 +166,7 @@ def _changes(result: Invariance) -> RenderableType:
 def _details(result: Invariance) -> tuple[list[Text], list[Text]]:
     """Return what is known of the changes that differ, the worst first, and what of that one may do without.
 
-    Changes that begin to differ in one place for one cause are told once.
+    Changes that begin to differ in one place for one cause are one entry.
     """
     told: dict[str, list[Variation]] = {}
     for one in sorted(result.changes, key=lambda one: -CHANGE_VERDICTS.index(one.verdict)):
