@@ -87,7 +87,8 @@ def _of_axes(question: Question, node: Node, first: int, parts: Sequence[int]) -
     """Return what it is to take axes in another order, and in words: of positions, or of heads and their width."""
     if is_of_places(question, node, tuple(range(first, first + len(parts)))):
         return "transposed", "rows and columns are exchanged"
-    return "permuted", f"{heads_or_parts(question, node)} are interleaved"
+    what = heads_or_parts(question, node) if first else "parts"  # the first axis is that of the batch
+    return "permuted", f"{what} are interleaved"
 
 
 def meeting(joined: Sequence[int], parted: Sequence[int]) -> tuple[int, ...]:
