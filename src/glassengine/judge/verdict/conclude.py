@@ -353,7 +353,7 @@ def _at_what_computes(score: Score, program: Program, divergence: Divergence) ->
 
 
 def _origin(program: Program, name: str, known: Collection[str]) -> Site | None:
-    node = origin_of(next(node for node in program.graph.nodes if node.name == name), known)
+    node = origin_of(program.node(name), known)
     return next((site for site in program.sites.by_node.get(node.name, ()) if site.kind == "op"), None)
 
 

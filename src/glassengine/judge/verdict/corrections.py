@@ -54,17 +54,20 @@ def line_of_number(program: Program | None, counterparts: Mapping[str, str], div
         counterparts: Node of the baseline -> node of `program`.
         divergence: Its first hint counts.
     """
-    change = next((hint.change for hint in divergence.hints[:1] if hint.proven), None)
-    wrong, end = None if change is None else change.candidate, counterparts.get(divergence.node or "")
+    end = _proven(program, counterparts, divergence)
+    change = None if end is None else divergence.hints[0].change
     # A whole number is a size or an axis of other ops as well.
-    if program is None or end is None or not isinstance(wrong, float):
+    if program is None or end is None or change is None or not isinstance(change.candidate, float):
         return None
-    target = next((node for node in program.graph.nodes if node.name == end), None)
-    ops = [] if target is None else region_of(target, set(counterparts.values()))[0]
-    holders = [op for op in ops if _has(op, wrong)]
-    if len(holders) != 1:
-        return None
-    return _source(program, holders[0])
+    holders = [op for op in region_of(end, set(counterparts.values()))[0] if _has(op, change.candidate)]
+    return _source(program, holders[0]) if len(holders) == 1 else None
+
+
+def _proven(program: Program | None, counterparts: Mapping[str, str], divergence: Divergence) -> Node | None:
+    """Return the candidate's node of a divergence whose mistake is proven."""
+    there = counterparts.get(divergence.node or "")
+    is_proven = any(hint.proven for hint in divergence.hints[:1])
+    return None if program is None or there is None or not is_proven else program.node(there)
 
 
 def line_of_reader(
@@ -75,24 +78,23 @@ def line_of_reader(
     It is the line that is most like the baseline's, or that of the function which calls the op there: as deep in the
     modules. None where no op is missing.
     """
-    there = counterparts.get(divergence.node or "")
-    if program is None or there is None or not any(hint.proven for hint in divergence.hints[:1]):
+    there = _proven(program, counterparts, divergence)
+    if program is None or there is None:
         return None
-    named = next((site.node for site in baseline.sites if site.name == divergence.site), divergence.node)
-    node = next(node for node in baseline.graph.nodes if node.name == named)
+    named = (one.node for one in baseline.sites if one.name == divergence.site)
+    node = baseline.node(next(named, divergence.node or ""))
     names = {counterparts.get(user.name) for user in readers_of(node)}
     readers = [one for one in program.graph.nodes if one.name in names]
-    if node.name in counterparts and counterparts[node.name] != there and whole_of(node) is not None:
-        return source_line(next(one for one in program.graph.nodes if one.name == counterparts[node.name]))
+    if whole_of(node) is not None and counterparts.get(node.name, there.name) != there.name:
+        return source_line(program.node(counterparts[node.name]))
     if node.name != divergence.node and node.name not in counterparts:
         ours, theirs = ([op.target for op in ops] for ops in _regions(baseline, program, counterparts, divergence))
         if ours.count(node.target) <= theirs.count(node.target):
             return _changed(baseline, program, node)
-    elif any(counterparts.get(source.name) == there for source in node.all_input_nodes):
-        if (later := done_later(node, program.node(there), counterparts)) is not None:
+    elif any(counterparts.get(source.name) == there.name for source in node.all_input_nodes):
+        if (later := done_later(node, there, counterparts)) is not None:
             return source_line(later)
-        made = next((origin_of(one) for one in program.graph.nodes if one.name == there), None)
-        readers = [one for one in readers if any(origin_of(source) is made for source in one.all_input_nodes)]
+        readers = [one for one in readers if origin_of(there) in map(origin_of, one.all_input_nodes)]
     else:
         return None
     line = _changed(baseline, program, node)
@@ -120,17 +122,17 @@ def lines_that_differ(
 
     None where the op's own lines differ, and where nothing else does.
     """
-    there = counterparts.get(divergence.node or "")
-    if program is None or there is None or not any(hint.proven for hint in divergence.hints[:1]):
+    there = _proven(program, counterparts, divergence)
+    if program is None or there is None:
         return None
-    nodes = (baseline.node(divergence.node or ""), program.node(there))
-    ours, theirs = ([source_line(one, depth) or "" for depth in range(depth_of(one), 0, -1)] for one in nodes)
+    own = baseline.node(divergence.node or "")
+    ours, theirs = ([source_line(one, depth) or "" for depth in range(depth_of(one), 0, -1)] for one in (own, there))
     if not ours or not theirs or _code(ours[0]) != _code(theirs[0]):
         return None
     callers = next((lines for lines in zip(ours, theirs, strict=False) if _code(lines[0]) != _code(lines[1])), None)
     if callers is not None or divergence.hints[0].kind != "swapped":
         return callers
-    made = ((part, _changed(baseline, program, part)) for part in map(part_of, nodes[0].all_input_nodes))
+    made = ((part, _changed(baseline, program, part)) for part in map(part_of, own.all_input_nodes))
     return next(((source_line(part), line) for part, line in made if line), None)
 
 
@@ -167,8 +169,8 @@ def _regions(
 
     The candidate has none where what goes in has taken the place of what comes out.
     """
-    here = next(node for node in baseline.graph.nodes if node.name == divergence.node)
-    there = next(node for node in program.graph.nodes if node.name == counterparts[here.name])
+    here = baseline.node(divergence.node or "")
+    there = program.node(counterparts[here.name])
     ours, ends = region_of(here, counterparts)
     is_input = any(counterparts[end.name] == there.name for end in ends)
     theirs = [] if is_input else region_of(there, set(counterparts.values()))[0]
@@ -182,8 +184,7 @@ def line_of_added_op(
 
     None where that is in several lines, or where the candidate lacks another op than the one that is changed.
     """
-    end = counterparts.get(divergence.node or "")
-    if program is None or end is None or not any(hint.proven for hint in divergence.hints[:1]):
+    if program is None or _proven(program, counterparts, divergence) is None:
         return None
     ours, theirs = _regions(baseline, program, counterparts, divergence)
     numbers = Counter(op.target for op in ours)
