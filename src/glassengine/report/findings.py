@@ -132,6 +132,12 @@ class ReportFinding:
         """Whether both sides run one line: what the candidate gives to it is the mistake, and not the line."""
         return self.candidate is not None and self.candidate == self.baseline
 
+    @property
+    def is_lacking(self) -> bool:
+        """Whether the candidate's own program is proven to lack what a line of the baseline does."""
+        first, origin = next(iter(self.hints), None), self.divergence
+        return first is not None and first.proven and origin is not None and origin.level == "candidate"
+
 
 def findings(result: Comparison) -> list[ReportFinding]:
     """Return all findings, errors first, in order of execution.
@@ -244,6 +250,8 @@ def next_step(result: Comparison, command: Sequence[str]) -> str:
         )
     if found is not None and found.candidate is not None:
         return f"change {found.candidate.place}, then {again}"
+    if found is not None and found.is_lacking and found.baseline is not None:
+        return f"do in the candidate what {found.baseline.place} does: {found.baseline.code}, then {again}"
     if command[:1] == ["check"]:
         return f"{again} --reproduction reproduction"
     site = "" if found is None or found.site is None else f" {shlex.quote(found.site)}"
