@@ -43,14 +43,17 @@ class PairedScript:
     is_module: bool = False
 
 
-def _tensors(message: Mapping[str, Any], memory: mmap.mmap) -> Iterator[tuple[str, Tensor]]:
-    """Yield site and values of what a message says to be in the memory."""
-    for site, name, shape, start, size in message["entries"]:
-        dtype = getattr(torch, name)
-        if not size:
-            yield site, torch.empty(shape, dtype=dtype)
-            continue
-        yield site, torch.frombuffer(memory, dtype=dtype, count=size // dtype.itemsize, offset=start).view(shape)
+def _tensors(message: Mapping[str, Any], memory: mmap.mmap) -> dict[str, Tensor]:
+    """Return the values by site of what a message says to be in the memory."""
+    tensors = [_tensor(memory, *words) for words in message["tensors"]]
+    return {site: tensors[number] for site, number in message["sites"].items()}
+
+
+def _tensor(memory: mmap.mmap, name: str, shape: list[int], start: int, size: int) -> Tensor:
+    dtype = getattr(torch, name)
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=size // dtype.itemsize, offset=start).view(shape)
 
 
 class _PairedSide:
@@ -97,7 +100,7 @@ class _PairedSide:
             metadata = self._models[message["model"]]
             left_out = [LeftOut(*words) for words in message["left_out"]]
             self.steps[message["model"], message["step"]] = LiveStep(
-                self._words, metadata, message["step"], dict(_tensors(message, memory)), left_out
+                self._words, metadata, message["step"], _tensors(message, memory), left_out
             )
             self.num_steps += 1
 

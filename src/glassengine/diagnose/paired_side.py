@@ -22,7 +22,7 @@ from glassengine.capture.record import Recorder, describe_model
 from glassengine.capture.run_script import run_recorded
 from glassengine.capture.runtimes import RuntimeRun
 from glassengine.capture.script_recorder import ScriptRecorder
-from glassengine.diagnose.paired_steps import StepRecorder
+from glassengine.diagnose.paired_steps import KeptOnce, StepRecorder
 from glassengine.recording.layout.layout import LeftOut
 from glassengine.recording.layout.tensors import dtype_name
 
@@ -39,29 +39,37 @@ class _Slots:
         self._maps: list[mmap.mmap | None] = [None] * len(descriptors)
         self._num_sent = self._num_read = 0
         self._used = 0
-        self._entries: list[Any] = []
+        self._tensors: list[Any] = []
+        self._sites: dict[str, int] = {}
+        self._kept = KeptOnce(self._share)
         self._left_out: list[tuple[str, int, int, str]] = []
 
     def put(self, site: str, tensor: Tensor) -> None:
         """Copy the values of a tensor, and note where they are."""
-        place = self._num_sent % len(self._descriptors)
-        if not self._entries:
+        if not self._sites:
             while self._num_sent - self._num_read >= len(self._descriptors):
                 self._receive()
             self._used = 0
+        self._sites[site] = self._kept.of(tensor)
+
+    def _share(self, tensor: Tensor) -> int:
+        place = self._num_sent % len(self._descriptors)
         start, size = self._used, tensor.nbytes
         self._used = -(-(start + size) // _ALIGNMENT) * _ALIGNMENT
         if size:
             memory = torch.frombuffer(self._memory(place), dtype=tensor.dtype, count=tensor.numel(), offset=start)
             with torch.no_grad():
                 memory.view(tensor.shape).copy_(tensor.detach())
-        self._entries.append([site, dtype_name(tensor.dtype), list(tensor.shape), start, size])
+        self._tensors.append([dtype_name(tensor.dtype), list(tensor.shape), start, size])
+        return len(self._tensors) - 1
 
     def send(self, model: int, step: int) -> None:
         """Hand a step over."""
-        self.tell(kind="step", model=model, step=step, entries=self._entries, left_out=self._left_out)
+        shared = {"tensors": self._tensors, "sites": self._sites, "left_out": self._left_out}
+        self.tell(kind="step", model=model, step=step, **shared)
         self._num_sent += 1
-        self._entries, self._left_out = [], []
+        self._tensors, self._sites, self._left_out = [], {}, []
+        self._kept.clear()
 
     def leave_out(self, item: LeftOut) -> None:
         """Note a tensor without values."""

@@ -12,7 +12,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from glassengine.recording.layout.tensors import dtype_name
 from glassengine.recording.write.policy import RecordingPolicy
 from glassengine.results import VERDICTS, Comparison, Skipped, Verdict
 
+_Kept = TypeVar("_Kept")
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 1 << 18
 _SHARE = 0.99
@@ -70,6 +71,33 @@ class LiveStep:
     def tensor(self, entry: Entry) -> Tensor:
         """Return the values of one of `entries`."""
         return self.tensors[entry.site]
+
+
+class KeptOnce(Generic[_Kept]):
+    """What is kept of each tensor of a step.
+
+    What one module returns the next is given: it is kept and compared once, unless it was written to in between.
+
+    Args:
+        keep: Makes what is kept.
+    """
+
+    def __init__(self, keep: Callable[[Tensor], _Kept]) -> None:
+        self._keep = keep
+        self._known: dict[int, tuple[Tensor, int, _Kept]] = {}
+
+    def of(self, tensor: Tensor) -> _Kept:
+        """Return what is kept of a tensor."""
+        if tensor.is_inference():  # has no count of what was written to it
+            return self._keep(tensor)
+        known = self._known.get(id(tensor))
+        if known is None or known[1] != tensor._version:
+            known = self._known[id(tensor)] = tensor, tensor._version, self._keep(tensor)
+        return known[2]
+
+    def clear(self) -> None:
+        """Let the tensors of the step go."""
+        self._known.clear()
 
 
 class StepSink(Protocol):
@@ -326,18 +354,12 @@ class _StepsInMemory:
         self.num_steps = 0
         self._metadata, self._both = describe_model(model), both
         self._tensors: dict[str, Tensor] = {}
-        self._copies: dict[int, tuple[Tensor, int | None, Tensor]] = {}
+        self._copies: KeptOnce[Tensor] = KeptOnce(lambda tensor: tensor.detach().cpu().clone())
         self._left_out: list[LeftOut] = []
 
     def put(self, site: str, tensor: Tensor) -> None:
-        if self._both.has_ended:
-            return
-        # What one module returns the next is given: it is kept and compared once, unless it was written to in between.
-        version = None if tensor.is_inference() else tensor._version
-        known = self._copies.get(id(tensor))
-        if known is None or version is None or known[1] != version:
-            known = self._copies[id(tensor)] = tensor, version, tensor.detach().cpu().clone()
-        self._tensors[site] = known[2]
+        if not self._both.has_ended:
+            self._tensors[site] = self._copies.of(tensor)
 
     def leave_out(self, item: LeftOut) -> None:
         self._left_out.append(item)
@@ -346,7 +368,8 @@ class _StepsInMemory:
         if self._both.has_ended:
             return
         self.steps.append(LiveStep(self.name, self._metadata, step, self._tensors, self._left_out))
-        self._tensors, self._copies, self._left_out = {}, {}, []
+        self._tensors, self._left_out = {}, []
+        self._copies.clear()
         self.num_steps += 1
         if len(self.steps) > _MOST_AHEAD:
             self._both.has_ended = True

@@ -32,6 +32,7 @@ from glassengine.results.answer import Exemption, InputUsed
 from glassengine.results.backends import Difference
 from glassengine.results.engines import StepDifference
 from glassengine.results.sentences import named_mistake
+from glassengine.results.without_tensors import RolloutComparison
 
 _LESS_THAN_PROOF = ("tried", "argument", "ops", "values", "weights")
 """Evidence of what kind of mistake it is; any other word says where it is."""
@@ -226,7 +227,7 @@ def both_values(figures: Figures) -> str:
 def result_line(found: ResultComparison) -> str:
     """Return how a result of the model agrees or differs, and whether a token changes."""
     text = found.in_words()
-    if not found.agrees:
+    if not found.agrees and found.level != found.case:
         text += f" in {found.case}, step {found.step}"
     if found.method != "name":
         by_shape = ": no other tensor of the record has its shape" if found.method == "shape" else ""
@@ -240,6 +241,18 @@ def result_line(found: ResultComparison) -> str:
     changed = found.num_tokens - found.same_tokens
     tokens = f"{changed} of {found.num_tokens} next tokens change" if changed else "no next token changes"
     return f"{text}; {tokens}, mean KL {found.mean_kl:.2g} nats"
+
+
+def gap(found: RolloutComparison) -> str:
+    """Return the figures of the gap between the log-probabilities of an engine and those of its policy."""
+    outside = f"{_share(found.outside) if found.outside else 'none'} of the tokens outside [0.9, 1.1]"
+    return f"k3 KL {found.k3:.2g} nats, {outside}, root mean square {found.rms:.2g}"
+
+
+def rollout_tokens(found: RolloutComparison) -> str:
+    """Return what was compared of a rollout."""
+    versions = f", weights of {', '.join(found.versions[:_MAX_NAMES])}" if found.versions else ""
+    return f"{found.num_tokens} of {found.num_samples} responses ({found.format}); trainer in {found.dtype}{versions}"
 
 
 def cost_line(cost: Quantization, results: Sequence[ResultComparison]) -> str:
