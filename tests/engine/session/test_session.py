@@ -59,7 +59,7 @@ def test_decode_takes_columns_too(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", [*NAMES, "frozen_engine"])
-def test_a_prefill_that_nobody_reads_makes_the_last_logits_alone(name: str, request: pytest.FixtureRequest) -> None:
+def test_a_prefill_without_readers_makes_the_last_logits_alone(name: str, request: pytest.FixtureRequest) -> None:
     engine = request.getfixturevalue(name)
     ids, mask = pad_left(ROWS, 0)
     all_logits = engine.session(2, 8).prefill(ids, mask)

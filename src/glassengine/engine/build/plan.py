@@ -31,7 +31,7 @@ class BuildSettings:
 
     `implicit_outputs` adds what TRTLLM_ADD_OUTPUT says and the taps of a plain module. `reloadable` says that the
     weights can be loaded again from the checkpoint, unchanged and without running code. `all_logits` says that a step
-    makes the logits of all its tokens, whoever runs it.
+    makes the logits of all its tokens.
     """
 
     backend: str | None = None
