@@ -121,7 +121,7 @@ def _artifacts(result: ArtifactComparison) -> Head:
     found = words.artifacts_sentence(result)
     return _head(
         result.ok,
-        f"{found[:1].upper()}{found[1:]}.",
+        words.sentence(found),
         [],
         (result.baseline, result.candidate),
         tables,
@@ -159,7 +159,7 @@ def _series(result: SeriesComparison, recordings: Sequence[str | Path]) -> Head:
     if recordings:
         drawn = curves(result, *recordings)
     sides = result.baseline, result.candidate
-    return _head(result.ok, f"{found[:1].upper()}{found[1:]}.", lines, sides, tables, plots=drawn, notes=result.notes)
+    return _head(result.ok, words.sentence(found), lines, sides, tables, plots=drawn, notes=result.notes)
 
 
 def _open(title: str, about: str, columns: tuple[str, ...], rows: Sequence[Sequence[Cell]]) -> PageTable:
