@@ -242,6 +242,7 @@ def build(
         notes=(note,) if note else (),
         quantize=quantize,
         batch_invariant=batch_invariant,
+        all_logits=isinstance(chosen, TakingModels),
     )
     if note:
         logger.warning("%s", note)
