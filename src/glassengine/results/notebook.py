@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import importlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from glassengine.errors import UsageError
+from glassengine.extensions import require_package
 from glassengine.reading.files import printable
 from glassengine.results.sentences import named_mistake, sides
 
@@ -241,12 +241,8 @@ def needed(module: str) -> Any:
     Raises:
         UsageError: It is not installed.
     """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        name = module.partition(".")[0]
-        hint = "pip install 'glassengine[notebook]'"
-        raise UsageError(f"the package {name} is missing", got=str(error), hint=hint) from error
+    name = module.partition(".")[0]
+    return require_package(module, f"the package {name} is missing", "pip install 'glassengine[notebook]'")
 
 
 def _ratio(pair: Any) -> float:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from glassengine.backends.openvino import shared_core
 from glassengine.errors import BackendError, UsageError, first_line
+from glassengine.extensions import require_package
 from glassengine.plugins.serving.alignment import Unread, as_parameter
 from glassengine.plugins.serving.inside.glassengine_executorch import MOVES, OTHERWISE
 from glassengine.recording.write.writer import RecordingWriter
@@ -307,9 +308,5 @@ def open_openvino(place: str, options: ServingOptions) -> OpenvinoCandidate:
     if not file.is_file():
         near = sorted(one.name for one in path.glob("*.xml"))[:4] if path.is_dir() else []
         raise UsageError("no such file of OpenVINO", got=str(file), expected=near or [FILE])
-    try:
-        import openvino
-    except ImportError as error:
-        hint = "pip install 'glassengine[openvino]'"
-        raise UsageError("OpenVINO is not installed", got=str(error), hint=hint) from error
+    openvino = require_package("openvino", "OpenVINO is not installed", "pip install 'glassengine[openvino]'")
     return OpenvinoCandidate(file, openvino, options)
