@@ -157,6 +157,9 @@ def test_rows_without_a_likeliest_token_are_no_tokens() -> None:
     assert severity.num_tokens == 3 and severity.to_dict()["mean_kl"] < 1e-4
     severity.add(logits[0], logits[0].nan_to_num(1.0), 1e-6, "case, step 1")  # a token where the baseline has none
     assert severity.num_tokens == 7 and severity.num_agreeing == 6
+    severity = Severity()
+    severity.add(logits[1], logits[1] * torch.nan, 1e-6, "case, step 0")
+    assert severity.to_dict()["mean_kl"] is None and severity.to_dict()["max_kl"] is None
 
 
 def test_a_changed_token_with_a_margin_is_named_and_a_tie_is_not() -> None:

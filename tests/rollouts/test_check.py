@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,26 @@ def test_a_gap_that_nothing_explains_is_a_mistake(tiny: Any) -> None:
     one = OF["system prompt"]
     found = outcome(*plant(tiny, one, number=2, new=12), one)
     assert found.found.found == "unexplained" and "not rounding" in found.found.in_words()
+
+
+def test_tokens_that_the_checkpoint_cannot_give_are_a_mistake(tiny: Any) -> None:
+    given = Rollout("TRL", generate(tiny, prompts(2), new=12))
+    vocabulary = torch.arange(tiny.config.vocab_size)
+
+    def compared(hidden: torch.Tensor) -> Any:
+        model = copy.deepcopy(tiny)
+
+        def hide(_module: Any, _arguments: Any, out: Any) -> None:
+            out.logits[..., hidden] = -torch.inf
+
+        model.register_forward_hook(hide)
+        return compare(Trainer(model, {}), given, str)
+
+    found = compared(given.samples[0].response[3])
+    assert found.num_impossible > 0 and found.found == "unexplained"
+    assert "no finite log-probability" in found.in_words()
+    with pytest.raises(IncomparableError, match="no token of the rollout a finite log-probability"):
+        compared(vocabulary)
 
 
 def test_incomparable_rollouts_are_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import glassengine as glass
 from glassengine import asked, commands
 from glassengine.cli.documents import answer
-from glassengine.cli.options import print_answer, progress
+from glassengine.cli.options import print_answer, progress, settings
 from glassengine.cli.record import read_script_line
 from glassengine.errors import UsageError
 
@@ -44,7 +44,7 @@ def check(target: Sequence[str], invariant: Sequence[str], given: Sequence[str],
     def show() -> None:
         from glassengine.report.terminal_without_tensors import invariance
 
-        print_answer(invariance(result))
+        print_answer(invariance(result, settings.words))
 
     answer(result.to_dict, show)
     return 0 if result.ok else 4 if result.too_little else 1

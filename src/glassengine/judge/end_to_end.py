@@ -522,6 +522,7 @@ class Severity:
     num_tokens: int = 0
     num_agreeing: int = 0
     num_ties: int = 0
+    num_with_kl: int = 0
     total_kl: float = 0.0
     max_kl: float = 0.0
     first_change: str | None = None
@@ -532,6 +533,7 @@ class Severity:
         a, b = baseline.double(), candidate.double()
         chosen = _choose(a), _choose(b)
         kl = _kl(a[chosen[0] & chosen[1]], b[chosen[0] & chosen[1]])
+        self.num_with_kl += len(kl)
         self.total_kl += float(kl.sum())
         self.max_kl = max([self.max_kl, *kl.tolist()])
         ours, theirs = a.argmax(-1), b.argmax(-1)
@@ -551,7 +553,7 @@ class Severity:
 
     def merge(self, later: Severity) -> None:
         """Add later steps."""
-        for name in ("num_tokens", "num_agreeing", "num_ties", "total_kl", "num_bitwise"):
+        for name in ("num_tokens", "num_agreeing", "num_ties", "num_with_kl", "total_kl", "num_bitwise"):
             setattr(self, name, getattr(self, name) + getattr(later, name))
         self.max_kl = max(self.max_kl, later.max_kl)
         self.first_change = self.first_change or later.first_change
@@ -563,7 +565,7 @@ class Severity:
             "num_tokens": self.num_tokens,
             "token_agreement": agreeing / self.num_tokens if self.num_tokens else None,
             "num_ties": self.num_ties,
-            "mean_kl": self.total_kl / self.num_tokens if self.num_tokens else None,
-            "max_kl": self.max_kl,
+            "mean_kl": self.total_kl / self.num_with_kl if self.num_with_kl else None,
+            "max_kl": self.max_kl if self.num_with_kl else None,
             "first_changed_token": self.first_change,
         }

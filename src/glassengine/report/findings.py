@@ -16,6 +16,7 @@ from glassengine.errors import GlassError
 from glassengine.reading.files import is_regular, read_text
 from glassengine.report.words import pair_of, size
 from glassengine.results import FLAGGED, VERDICTS, Comparison, Divergence, Hint, Pair, Standing, worst
+from glassengine.results.without_tensors import Invariance, RolloutComparison
 from glassengine.sites import parts_of_line
 
 Level = Literal["error", "warning"]
@@ -131,6 +132,12 @@ class ReportFinding:
         """Whether both sides run one line: what the candidate gives to it is the mistake, and not the line."""
         return self.candidate is not None and self.candidate == self.baseline
 
+    @property
+    def is_lacking(self) -> bool:
+        """Whether the candidate's own program is proven to lack what a line of the baseline does."""
+        first, origin = next(iter(self.hints), None), self.divergence
+        return first is not None and first.proven and origin is not None and origin.level == "candidate"
+
 
 def findings(result: Comparison) -> list[ReportFinding]:
     """Return all findings, errors first, in order of execution.
@@ -226,6 +233,8 @@ def next_step(result: Comparison, command: Sequence[str]) -> str:
     again = f"glass {shlex.join(command)}"
     if result.ok:
         return "nothing; both sides agree" if found is None else f"nothing has to be done; watch {found.site}"
+    if result.rollout is not None:
+        return _next_of_rollout(result, result.rollout, again)
     if result.too_little:
         return f"{_with_document(command)}, and read .skipped for what was not judged and why"
     if found is not None and found.rule == "prompt-differs" and result.prompt is not None:
@@ -241,6 +250,8 @@ def next_step(result: Comparison, command: Sequence[str]) -> str:
         )
     if found is not None and found.candidate is not None:
         return f"change {found.candidate.place}, then {again}"
+    if found is not None and found.is_lacking and found.baseline is not None:
+        return f"do in the candidate what {found.baseline.place} does: {found.baseline.code}, then {again}"
     if command[:1] == ["check"]:
         return f"{again} --reproduction reproduction"
     site = "" if found is None or found.site is None else f" {shlex.quote(found.site)}"
@@ -248,6 +259,27 @@ def next_step(result: Comparison, command: Sequence[str]) -> str:
     if document is not None:
         return f"glass explain {shlex.quote(document)}{site}"
     return f"{_with_document(command)}, then glass explain result.json{site}"
+
+
+def _next_of_rollout(result: Comparison, found: RolloutComparison, again: str) -> str:
+    if found.found == "unknown":
+        return f"{again} --engine-dtype DTYPE, or have the engine write its experts (routed_experts) into the file"
+    cause = next((one for one in found.causes if not one.is_rounding), None)
+    if cause is None:
+        return f"glass check {shlex.quote(result.baseline)} --candidate ENGINE, which names the first wrong op"
+    if cause.setting == "temperature":
+        return f"{again} --temperature {cause.value}, or the same temperature on both sides"
+    return f"make both sides alike ({cause.text}), then {again}"
+
+
+def next_of_changes(result: Invariance, command: Sequence[str]) -> str:
+    """Return one thing to do where a model beside itself is not the same."""
+    worst = next((one for one in result.changes if one.verdict == result.verdict), None)
+    if worst is None or result.too_little:
+        return f"{_with_document(command)}, and read .changes for what was not decided and why"
+    source = None if worst.first is None else worst.first.source
+    what = f"change {source}" if source else f"take {worst.switch}" if worst.switch else f"mend {worst.cause}"
+    return f"{what}, then glass {shlex.join(command)}"
 
 
 def _document(command: Sequence[str]) -> str | None:

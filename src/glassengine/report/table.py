@@ -22,11 +22,13 @@ from glassengine.reading.files import printable
 
 MAX_LAID_OUT = 200
 """Rows that rich lays out."""
+MOST_ROWS = 25
+"""Of an answer, with the lines that one may do without left out."""
 
 VERDICT_STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
 
 _GAP = "  "
-_LABEL = re.compile(r" *[a-z]+ {2,}|compared | {2}(?:baseline|candidate) | +")
+_LABEL = re.compile(r" *[a-z]+ {2,}|(?:compared|together) | {2}(?:baseline|candidate) | +")
 _LEAST = 8
 _WORDS = {"", "verdict", "close", "equal", "site", "tensor", "note", "candidate", "first divergence"}
 _FOLDED = ("site", "note", "candidate", "first divergence")
@@ -100,17 +102,34 @@ class Screen:
 
     Args:
         parts: Lines, tables and answers.
+        spare: Parts among them that are left out, the first of them first, where there are more than `MOST_ROWS`.
+        more: The last line, where some were left out.
     """
 
-    def __init__(self, *parts: RenderableType) -> None:
-        self.parts = parts
+    def __init__(self, *parts: RenderableType, spare: Sequence[RenderableType] = (), more: Text | None = None) -> None:
+        self.parts, self.spare, self.more = parts, spare, more
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for part in self.parts:
+        parts = list(self.parts)
+        over = height(parts, console, options) - MOST_ROWS if self.spare else 0
+        if over > 0 and self.more is not None:
+            parts.append(self.more)
+            over += 1
+        for line in self.spare:
+            if over <= 0:
+                break
+            del parts[len(parts) - 1 - parts[::-1].index(line)]
+            over -= height([line], console, options)
+        for part in parts:
             if isinstance(part, Text) and not options.no_wrap:
                 yield from map(_hanging, part.split("\n", allow_blank=True))
             else:
                 yield part
+
+
+def height(parts: Sequence[RenderableType], console: Console, options: ConsoleOptions) -> int:
+    """Return how many rows of a screen parts of an answer take."""
+    return len(console.render_lines(Screen(*parts), options, pad=False))
 
 
 def indent(line: str) -> int:

@@ -18,8 +18,8 @@ from rich.text import Text
 
 from glassengine.report import words
 from glassengine.report.findings import next_step
-from glassengine.report.table import VERDICT_STYLES, Screen, indent, mark, new_table
-from glassengine.report.terminal_without_tensors import prompt, rollout
+from glassengine.report.table import MOST_ROWS, VERDICT_STYLES, Screen, height, mark, new_table
+from glassengine.report.terminal_without_tensors import prompt, rollout_tables
 from glassengine.report.words import (
     cost_line,
     exempt,
@@ -35,7 +35,6 @@ from glassengine.results.sentences import named_mistake, parts_of_source, place_
 if TYPE_CHECKING:
     from glassengine.results.recorded import Bisection, Replayed, ReplayedOutput
 
-_ROWS, _COLUMNS = 25, 100
 _HEAD, _LEAST_ROWS = 5, 3
 """Lines of the head of a table, and the fewest rows of one."""
 _MAX_RESULTS, _MAX_INPUTS, _MAX_NOTES = 3, 3, 3
@@ -57,10 +56,6 @@ def check(result: Comparison, command: Sequence[str] = ()) -> RenderableType:
     """
     if result.prompt is not None and not result.counts["compared"]:
         return prompt(result.prompt)
-    if result.rollout is not None:
-        return rollout(result, result.rollout)
-    if result.quantization is not None and not result.granularity:
-        return quantization(result, result.quantization)
     return _Screen(result, command)
 
 
@@ -73,12 +68,10 @@ class _Screen:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw it in the width that there is; what is printed with soft wrapping is not wrapped."""
-        result, width = self.result, options.max_width
-
-        def rows(lines: Sequence[Text]) -> int:
-            return len(lines) if options.no_wrap else sum(_height(line, console, width) for line in lines)
-
-        first = result.first_divergence
+        result, first = self.result, self.result.first_divergence
+        if result.quantization is not None and not result.granularity:
+            yield _quantization(result, result.quantization, console, options)
+            return
         divergence = [] if first is None else list(_divergence(result, first))
         given = list(_given(result))
         shown = [headline(result), *_results(result), *because(result), *following(result, self.command)]
@@ -90,36 +83,26 @@ class _Screen:
         # What the first line says, and what one may do without, which goes first.
         is_named = first is not None and named_mistake(result) is not None
         repeated = list(_hint(first.hints[0]))[:1] if is_named and first is not None else []
-        spare = [*severity, *reversed(beside), *written[1:], *(given[-1:] if result.granularity else ()), *repeated]
+        spare: list[RenderableType] = [
+            *severity,
+            *reversed(beside),
+            *written[1:],
+            *(given[-1:] if result.granularity else ()),
+            *repeated,
+        ]
         spare += [*_inputs(result), *reversed(reasons[2:])]
-        # The table has its head and a rule.
-        left = _ROWS - rows(shown) - (len(result.levels) + 2)
-        room = left - rows([line for line in rest if line not in spare])
-        tables = []
+        tables: list[RenderableType] = [_ladder(result)] if result.levels else []
+        kept = [*shown, *tables, *(line for line in rest if line not in spare)]
+        room = MOST_ROWS - height(kept, console, options)
+        if result.rollout is not None:
+            tables += rollout_tables(result.rollout)
+            spare += tables[1:]
         if result.drift:
             # A comparison of two precisions asks where the signal is lost.
             tables.append(drift_table(result.drift, room - 4))
-            left -= tables[-1].row_count + 4
         if result.quantization is not None and result.quantization.weights:
             tables.append(weights_table(result.quantization, max(room - _HEAD, _LEAST_ROWS)))
-            left -= tables[-1].row_count + _HEAD
-        for line in spare:
-            if left < rows(rest):
-                left += 0 if line in rest else rows([line])
-                (rest if line in rest else shown).remove(line)
-        yield Screen(*shown, _ladder(result), *tables, *rest)
-
-
-def _height(line: Text, console: Console, width: int) -> int:
-    """Return how many rows of a screen a line takes."""
-    left = indent(line.plain)
-    return sum(max(1, len(part.wrap(console, max(width - left, 1)))) for part in line[left:].split("\n"))
-
-
-def _rows(lines: Sequence[Text]) -> int:
-    """Return how many rows of a screen of 100 columns `lines` take."""
-    plain = (part for line in lines for part in line.plain.split("\n"))
-    return sum(max(1, math.ceil(len(part) / _COLUMNS)) for part in plain)
+        yield Screen(*shown, *tables, *rest, spare=spare)
 
 
 def headline(result: Comparison) -> Text:
@@ -293,6 +276,8 @@ def answer(result: Comparison) -> Iterator[Text]:
 def _given(result: Comparison) -> Iterator[Text]:
     """Yield what was given to both sides, notes, and how finely the inside was judged."""
     yield from _inputs(result)
+    if result.rollout is not None:
+        yield Text(f"tokens   {words.rollout_tokens(result.rollout)}")
     yield from (Text(f"note     {note}", style="yellow") for note in result.notes[:_MAX_NOTES])
     if result.granularity:
         left_out = exempt(result.exemptions)
@@ -322,7 +307,8 @@ def _results(result: Comparison) -> Iterator[Text]:
         told.append(cost_line(result.quantization, result.results))
         order = [found for found in order if found.judged_by != "signal"]
     own = "the engine on the file's weights: " if told else ""
-    told += [own + result_line(found) for found in order[:_MAX_RESULTS]]
+    gap = f"; {words.gap(result.rollout)}" if result.rollout is not None else ""
+    told += [own + result_line(found) + gap for found in order[:_MAX_RESULTS]]
     yield from (Text(f"{'results' if number == 0 else '':8} {line}") for number, line in enumerate(told))
     if len(order) > _MAX_RESULTS:
         rest = order[_MAX_RESULTS:]
@@ -440,7 +426,6 @@ def _nonfinite(result: Replayed) -> Iterator[Text]:
 def _bisection(found: Bisection) -> Iterator[Text]:
     if found.failure is None:
         return
-    yield Text(f"what is wrong: {found.message}", style="bold")
     for op in found.ops[:_MAX_OPS]:
         module = "" if op.module == "." else f" in {op.module}"
         yield Text(f"  op       {op.op}{module}" + (f"  {op.source}" if op.source else ""))
@@ -455,8 +440,7 @@ def _bisection(found: Bisection) -> Iterator[Text]:
     yield Text(f"  {found.num_trials} pieces of the graph were compiled")
 
 
-def quantization(result: Comparison, found: Quantization) -> RenderableType:
-    """Return the one screen."""
+def _quantization(result: Comparison, found: Quantization, console: Console, options: ConsoleOptions) -> RenderableType:
     head = mark(result.ok)
     head.append(f": {result.not_ok_because or 'every difference is explained by the quantization'}")
     head.append(f"\nbaseline {result.baseline}, candidate {result.candidate} ({found.method})")
@@ -465,7 +449,7 @@ def quantization(result: Comparison, found: Quantization) -> RenderableType:
     if result.skipped:
         tail.append(Text(f"not judged: {len(result.skipped)} weights that only one side has (--json has all)"))
     # The table has its head of two lines, a rule, an empty line at both ends, and a line for what is not shown.
-    left = _ROWS - 7 - _rows([head, *total, *tail])
+    left = MOST_ROWS - 7 - height([head, *total, *tail], console, options)
     # Where nothing is a mistake, the question is where the signal goes.
     drift = [drift_table(result.drift, _DRIFT_ROWS)] if result.drift and not result.origins else []
     left -= sum(table.row_count + _DRIFT_HEAD for table in drift)

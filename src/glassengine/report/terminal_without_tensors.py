@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 from rich.text import Text
 
+from glassengine.report.findings import next_of_changes
 from glassengine.report.table import Screen, Table, mark, new_table
-from glassengine.results import Comparison
+from glassengine.report.words import AGREEMENT
 from glassengine.results.without_tensors import (
+    CHANGE_VERDICTS,
     Invariance,
     PromptComparison,
     PromptExample,
@@ -83,33 +86,14 @@ def _example(example: PromptExample) -> Iterator[Text]:
 _MOST_TOKENS, _MOST_ALIKE = 5, 2
 
 
-def rollout(result: Comparison, found: RolloutComparison) -> RenderableType:
-    """Return the one screen."""
-    return Screen(*_rollout_lines(result, found), *_causes(found), *_tokens(found.worst[:_MOST_TOKENS]))
+def rollout_tables(found: RolloutComparison) -> Iterator[RenderableType]:
+    """Yield the causes of the gap, and the tokens where it is largest."""
+    yield _causes(found)
+    if any(one.engine != one.trainer for one in found.worst):
+        yield _tokens(found.worst[:_MOST_TOKENS])
 
 
-def _rollout_lines(result: Comparison, found: RolloutComparison) -> Iterator[Text]:
-    head = mark(result.ok)
-    head.append(f": {found.in_words()}")
-    yield head
-    yield Text(f"compared {result.baseline} in {found.dtype} with {result.candidate} ({found.format})")
-    version = f", weights of {', '.join(found.versions[:3])}" if found.versions else ""
-    yield Text(f"tokens   {found.num_tokens} of {found.num_samples} responses{version}")
-    yield Text(f"gap      {numbers(found)}")
-    yield from (Text(f"note     {note}", style="yellow") for note in result.notes[:3])
-
-
-def numbers(found: RolloutComparison) -> str:
-    """Return the figures of the gap in a line."""
-    return (
-        f"k3 KL {found.k3:.2g} nats, {found.outside:.1%} of the tokens outside of [0.9, 1.1], "
-        f"root mean square {found.rms:.2g}, largest {found.largest:.2g}"
-    )
-
-
-def _causes(found: RolloutComparison) -> Iterator[RenderableType]:
-    if not found.causes:
-        return
+def _causes(found: RolloutComparison) -> RenderableType:
     table = new_table("share", "kind", "cause", first=("share",))
     for one in found.causes:
         alike = f" (so would: {'; '.join(one.alike[:_MOST_ALIKE])})" if one.alike else ""
@@ -117,26 +101,53 @@ def _causes(found: RolloutComparison) -> Iterator[RenderableType]:
     table.add_row(f"{found.rest:.0%}", "rest", found.rest_is)
     for column in table.columns[1:]:
         column.justify, column.overflow = "left", "fold"
-    yield table
+    return table
 
 
-def _tokens(worst: tuple[RolloutToken, ...]) -> Iterator[RenderableType]:
-    if not any(one.engine != one.trainer for one in worst):
-        return
+def _tokens(worst: tuple[RolloutToken, ...]) -> RenderableType:
     table = new_table("sample", "place", "token", "text", "engine", "trainer", first=("sample", "place", "token"))
     for one in worst:
         text = "" if one.text is None else repr(one.text)[1:-1][:24]
         table.add_row(str(one.sample), str(one.place), str(one.token), text, f"{one.engine:.4f}", f"{one.trainer:.4f}")
-    yield table
+    return table
 
 
 _STYLES = {"bitwise": "green", "within rounding": "green", "undecided": "yellow", "beyond rounding": "bold red"}
 
 
-def invariance(result: Invariance) -> RenderableType:
-    """Return the one screen: the answer, a row for each change, and what was found of those that differ."""
-    head = mark(result.ok)
-    head.append(f": {result.in_words()}")
+def invariance(result: Invariance, command: Sequence[str] = ()) -> RenderableType:
+    """Return the one screen: the answer, a row for each change, and what was found of those that differ.
+
+    Args:
+        result: Of a model beside itself.
+        command: The command line that gave it, after `glass`; the next command is made from it.
+    """
+    lines = [mark(result.ok).append(f": {result.in_words()}"), Text(f"results  {_counted(result)}")]
+    if command and not result.ok:
+        lines.append(Text(f"next     {next_of_changes(result, command)}"))
+    if result.subsystem is not None:
+        lines.append(Text(f"together {result.subsystem}"))
+    own = result.environment
+    machine = f"{own.get('cpu')}, {own.get('instruction_set')}, {own.get('threads')} threads, torch {own.get('torch')}"
+    on = Text(f"on {machine}: bits are those of this machine alone", style="dim")
+    details, spare = _details(result)
+    more = Text("... and more of what differs (--json has all)")
+    return Screen(*lines, _changes(result), *details, on, spare=spare, more=more)
+
+
+def _counted(result: Invariance) -> str:
+    """Return how many changes have which verdict, and how much of what was compared differs."""
+    verdicts = Counter(one.verdict for one in result.changes)
+    counts = ", ".join(f"{verdicts[name]} {AGREEMENT.get(name, name)}" for name in CHANGE_VERDICTS if verdicts[name])
+    variants = sum(one.num_variants for one in result.changes)
+    text = f"{counts}; {sum(one.num_different for one in result.changes)} of {variants} variants differ"
+    if not (tokens := sum(one.num_tokens for one in result.changes)):
+        return text
+    changed = sum(one.num_changed_tokens for one in result.changes)
+    return f"{text}; {f'{changed} of {tokens} next tokens change' if changed else 'no next token changes'}"
+
+
+def _changes(result: Invariance) -> RenderableType:
     columns = ("verdict", "variants", "differ", "difference", "noise ratio", "tokens")
     table = new_table("change", *columns, first=("variants", "noise ratio"))
     table.columns[0].justify = "left"
@@ -144,33 +155,48 @@ def invariance(result: Invariance) -> RenderableType:
         tokens = f"{one.num_changed_tokens} of {one.num_tokens}" if one.num_tokens else ""
         difference = "" if one.max_abs_diff is None else f"{one.max_abs_diff:.2g}"
         difference += "" if one.largest is None else f" of {one.largest:.3g}"
+        if "nan" in difference:
+            difference = "not finite"
         ratio = "" if one.noise_ratio is None else f"{one.noise_ratio:.2g}"
         verdict = Text(one.verdict, _STYLES[one.verdict])
         table.add_row(one.what, verdict, str(one.num_variants), str(one.num_different), difference, ratio, tokens)
-    lines = [line for one in result.changes if one.verdict != "bitwise" or one.notes for line in _variation(one)]
-    if result.subsystem is not None:
-        lines.append(Text(f"\ntogether: {result.subsystem}"))
-    own = result.environment
-    machine = f"{own.get('cpu')}, {own.get('instruction_set')}, {own.get('threads')} threads, torch {own.get('torch')}"
-    return Screen(head, table, *lines, Text(f"\non {machine}: bits are those of this machine alone", style="dim"))
+    return table
 
 
-def _variation(one: Variation) -> Iterator[Text]:
-    yield Text(f"\n{one.what}: {one.variant or one.reason or one.verdict}", style="bold")
+def _details(result: Invariance) -> tuple[list[Text], list[Text]]:
+    """Return what is known of the changes that differ, the worst first, and what of that one may do without.
+
+    Changes that begin to differ in one place for one cause are one entry.
+    """
+    told: dict[str, list[Variation]] = {}
+    for one in sorted(result.changes, key=lambda one: -CHANGE_VERDICTS.index(one.verdict)):
+        if one.verdict != "bitwise" or one.notes:
+            told.setdefault(one.in_words().removeprefix(one.what) if one.cause else one.what, []).append(one)
+    blocks = [[Text("\n").join(_variation(*changes)), *_trials(changes[0])] for changes in told.values()]
+    trials = [line for block in reversed(blocks) for line in block[:0:-1]]
+    # What the first of them says explains the answer.
+    return [line for block in blocks for line in block], [*trials, *(block[0] for block in blocks[:0:-1])]
+
+
+def _variation(one: Variation, *alike: Variation) -> Iterator[Text]:
+    names = ", ".join(change.what for change in (one, *alike))
+    yield Text(f"{names}: {one.variant or one.reason or one.verdict}", style="bold")
     if one.first is not None:
         begins = "the difference begins in" if one.first.inputs_equal else "the first difference is seen in"
         yield Text(f"  {begins} {one.first.in_words()}")
     if one.verdict != "bitwise":
         yield Text(f"  cause   {one.cause or 'not found by what was tried'}")
+    if one.switch is not None:
+        yield Text(f"  switch  {one.switch}")
+
+
+def _trials(one: Variation) -> Iterator[Text]:
     outcomes: dict[str, list[str]] = {}
     for tried in one.tried:
         place = " on the operation alone" * (tried.scope == "operation")
         outcomes.setdefault(f"{'bitwise equal' if tried.works else 'no'}{place}", []).append(tried.name)
     yield from (Text(f"  tried   {', '.join(names)}: {outcome}") for outcome, names in outcomes.items())
-    if one.switch is not None:
-        yield Text(f"  switch  {one.switch}")
-    for note in one.notes:
-        yield Text(f"  note    {note}", style="dim")
+    yield from (Text(f"  note    {note}", style="dim") for note in one.notes)
 
 
 def kernels(rows: Sequence[Mapping[str, Any]]) -> RenderableType:

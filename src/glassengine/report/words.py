@@ -32,6 +32,7 @@ from glassengine.results.answer import Exemption, InputUsed
 from glassengine.results.backends import Difference
 from glassengine.results.engines import StepDifference
 from glassengine.results.sentences import named_mistake
+from glassengine.results.without_tensors import RolloutComparison
 
 _LESS_THAN_PROOF = ("tried", "argument", "ops", "values", "weights")
 """Evidence of what kind of mistake it is; any other word says where it is."""
@@ -89,6 +90,11 @@ def headline(result: Comparison) -> Headline:
     cause = "rounding" if not by_signal else f"rounding to {coarse}" if is_plain else "the quantization"
     tie = " or a tie" if any(found.exempt and found.verdict != "identical" for found in result.results) else ""
     return Headline(mark, f"every difference is explained by {cause}{tie}")
+
+
+def sentence(text: str) -> str:
+    """Return a sentence of a page."""
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def level(name: str) -> str:
@@ -226,7 +232,7 @@ def both_values(figures: Figures) -> str:
 def result_line(found: ResultComparison) -> str:
     """Return how a result of the model agrees or differs, and whether a token changes."""
     text = found.in_words()
-    if not found.agrees:
+    if not found.agrees and found.level != found.case:
         text += f" in {found.case}, step {found.step}"
     if found.method != "name":
         by_shape = ": no other tensor of the record has its shape" if found.method == "shape" else ""
@@ -242,13 +248,20 @@ def result_line(found: ResultComparison) -> str:
     return f"{text}; {tokens}, mean KL {found.mean_kl:.2g} nats"
 
 
-def cost_line(cost: Quantization, results: Sequence[ResultComparison]) -> str:
-    """Return what the rounded weights of a file cost: the engine's results beside the checkpoint's.
+def gap(found: RolloutComparison) -> str:
+    """Return the figures of the gap between the log-probabilities of an engine and those of its policy."""
+    outside = f"{_share(found.outside) if found.outside else 'none'} of the tokens outside [0.9, 1.1]"
+    return f"k3 KL {found.k3:.2g} nats, {outside}, root mean square {found.rms:.2g}"
 
-    Args:
-        cost: Of all weights together.
-        results: Of the comparison.
-    """
+
+def rollout_tokens(found: RolloutComparison) -> str:
+    """Return what was compared of a rollout."""
+    versions = f", weights of {', '.join(found.versions[:_MAX_NAMES])}" if found.versions else ""
+    return f"{found.num_tokens} of {found.num_samples} responses ({found.format}); trainer in {found.dtype}{versions}"
+
+
+def cost_line(cost: Quantization, results: Sequence[ResultComparison]) -> str:
+    """Return what the rounded weights of a file cost: the engine's results beside the checkpoint's."""
     text = f"the file against the checkpoint: {cost.logits_snr_db:.1f} dB"
     if cost.token_agreement is not None and cost.kl is not None:
         same = round(cost.token_agreement * cost.num_tokens)
@@ -315,7 +328,7 @@ def replay_sentence(result: Replayed) -> str:
         found = result.bisection
         if found.failure is None:
             return f"{found.backend} does not break this graph"
-        return f"{found.backend} breaks {len(found.ops)} of {found.num_ops} ops: {found.failure}"
+        return f"{found.backend} breaks {len(found.ops)} of {found.num_ops} ops: {found.message or found.failure}"
     if result.comparison is not None:
         return f"worst verdict {result.comparison.verdict}"
     if result.first_nonfinite is not None:

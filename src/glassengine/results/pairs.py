@@ -224,8 +224,8 @@ class TokenAgreement(TypedDict):
         num_tokens: Over all steps.
         token_agreement: Share of tokens that are the same, ties included; null without tokens.
         num_ties: Tokens that differ because rounding decides between two.
-        mean_kl: Mean divergence of the next token, in nats.
-        max_kl: Largest of a step.
+        mean_kl: Mean divergence of the next token, in nats, where both sides have finite logits; null where none has.
+        max_kl: Likewise of the worst step.
         first_changed_token: Case, step, row and both tokens.
     """
 
@@ -233,7 +233,7 @@ class TokenAgreement(TypedDict):
     token_agreement: float | None
     num_ties: int
     mean_kl: float | None
-    max_kl: float
+    max_kl: float | None
     first_changed_token: str | None
 
 

@@ -366,7 +366,14 @@ class Invariance(Result):
         worst = [one for one in self.changes if one.verdict == self.verdict]
         if self.verdict == "bitwise":
             return f"bitwise equal under {', '.join(one.what for one in self.changes)}"
-        return "; ".join(one.in_words() for one in worst) or "nothing was compared"
+        if not worst:
+            return "nothing was compared"
+        others = ", ".join(one.what for one in worst[1:])
+        if self.ok:
+            return f"rounding explains what {worst[0].what}{others and f', {others}'} " + (
+                "changes" if not others else "change"
+            )
+        return worst[0].in_words() + (others and f"; likewise {others}")
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,12 @@ def compare(
             got="log-probabilities of a greedy choice, or values that were never filled in",
             hint='ask vLLM for "raw_logprobs"; other engines for those before sampling',
         )
+    if not gap.values(base).isfinite().any():
+        raise IncomparableError(
+            "the checkpoint gives no token of the rollout a finite log-probability",
+            got="logits that are NaN or infinite",
+            hint="look at its weights, or run it in another dtype: --dtype float32",
+        )
     floor = rounding_floor(gap, base)
     gap, where = _of_others(gap, base, floor)
     first = base
@@ -227,7 +233,11 @@ def _result(
     centered = ours - ours.mean()
     length = float(centered.square().sum())
     mistakes = [one for one in causes if not one.is_rounding]
-    if not d.any():
+    told = _in_words(rest, gap, found.settings) if not causes or left > _LEAST_REST else "too small to matter"
+    if impossible := given.num_tokens - len(d):
+        told = f"a checkpoint that gives {impossible} of {given.num_tokens} tokens no finite log-probability"
+        kind = "unexplained"
+    elif not d.any():
         kind = "none"
     elif mistakes:
         kind = "mistake"
@@ -262,10 +272,10 @@ def _result(
         float(((ratio < math.log(0.9)) | (ratio > math.log(1.1))).double().mean()),
         float((d > 0).double().mean()),
         float((centered * engine).sum()) / length if length else None,
-        given.num_tokens - len(d),
+        impossible,
         causes,
         left,
-        _in_words(rest, gap, found.settings) if not causes or left > _LEAST_REST else "too small to matter",
+        told,
         dict(rest.ratios),
         kind,  # type: ignore[arg-type]
         worst,

@@ -28,6 +28,7 @@ from glassengine.backends.inductor.rewrites import (
 from glassengine.backends.protocol.io import read_io
 from glassengine.judge.flat_graphs import with_values
 from glassengine.program.export.export import export_causal_lm, export_module
+from glassengine.program.representation.kept_logits import with_kept_logits
 from glassengine.program.representation.program import Program
 
 BACKEND = InductorBackend()
@@ -138,7 +139,9 @@ def test_the_listing_says_so(program: Program, built: Path) -> None:
     assert "one_token.pt2" in BACKEND.network(program, built).note
 
 
-def test_every_linear_layer_of_a_step_is_a_product_of_one_row(program: Program) -> None:
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_every_linear_layer_of_a_step_is_a_product_of_one_row(program: Program, is_kept: bool) -> None:
+    program = with_kept_logits(program) if is_kept else program
     count = len(program.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default))
     before = [node.name for node in program.graph.nodes]
     graph = of_one_token(program).graph

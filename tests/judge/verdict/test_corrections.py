@@ -23,6 +23,7 @@ from glassengine.judge.verdict.corrections import (
     with_lines,
 )
 from glassengine.program.export.export import export_module
+from glassengine.report.findings import next_step
 from glassengine.results import Altered, Comparison, Divergence, Hint
 from tests.report.made_results import comparison
 
@@ -273,7 +274,61 @@ class Unscaled(nn.Module):
 
 def test_the_line_of_a_wrong_layer_is_found_beside_a_right_one() -> None:
     wrong = nn.Sequential(Scores(), Unscaled(), Scores())
-    found = check(nn.Sequential(Scores(), Scores(), Scores()), candidate=wrong, inputs={"input": torch.randn(2, 5, 8)})
+    given = {"input": torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))}
+    found = check(nn.Sequential(Scores(), Scores(), Scores()), candidate=wrong, inputs=given)
     first = found.first_divergence
     assert first is not None and "0.5 is missing" in first.hints[0].text, first
     assert (first.candidate_source or "").endswith("scores = x @ x.transpose(-2, -1)")
+
+
+def turn(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x.sin() * scale
+
+
+class Turned(nn.Module):
+    """Calls a function of both sides."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        inverse = scale.exp()
+        return turn(x, inverse) + turn(x * 2, scale)
+
+
+class TurnedAlike(nn.Module):
+    """Gives another tensor to it."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        inverse = scale.exp()
+        return turn(x, inverse) + turn(x * 2, inverse)
+
+
+def test_the_line_that_calls_with_another_tensor_is_named() -> None:
+    """What reads it is a line of both sides."""
+    inputs = {"x": torch.randn(4, 8), "scale": torch.randn(4, 8)}
+    found = check(Turned(), candidate=TurnedAlike(), inputs=inputs)
+    first = found.first_divergence
+    assert first is not None and first.hints[0].proven, first
+    assert (first.candidate_source or "").endswith("return turn(x, inverse) + turn(x * 2, inverse)"), first
+
+
+class Summed(nn.Module):
+    """Adds a tensor, and reads the sum in a line of both sides."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        x = x + y.exp()
+        return x @ y.exp()
+
+
+class NotSummed(nn.Module):
+    """The same without the sum."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        return x @ y.exp()
+
+
+def test_a_line_that_the_candidate_lacks_is_quoted() -> None:
+    inputs = {"x": torch.randn(8, 8), "y": torch.randn(8, 8)}
+    found = check(Summed(), candidate=NotSummed(), inputs=inputs)
+    assert found.first_divergence is not None and "exp.0 is not added to sin.0" in found.first_divergence.hints[0].text
+    assert "does: x = x + y.exp(), then" in next_step(found, ["check"])

@@ -24,13 +24,14 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
+from glassengine.program.representation.kept_logits import SIZE
 from glassengine.program.representation.program import Program, copied_graph, rebuilt
 from glassengine.program.representation.signature import quiet
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Inductor adds up longer rows in a way that is several times slower.
 _ROW_ELEMENTS = 2048
-_FIXED = {"batch": 1, "sequence": 1}
+_FIXED = {"batch": 1, "sequence": 1, SIZE: 1}
 # Any length but 1, which the exporter would take for a constant.
 _CACHE_LENGTH = 12
 

@@ -19,7 +19,13 @@ from glassengine.judge.exclusions.perturbation import unread_nodes
 from glassengine.judge.replay.replay import covered
 from glassengine.judge.sides.protocol import ObservedAt, Place, float_nodes
 from glassengine.judge.site_pairs import ancestors, origin_of, paired_results
-from glassengine.judge.verdict.corrections import line_of_added_op, line_of_number, line_of_reader, with_lines
+from glassengine.judge.verdict.corrections import (
+    line_of_added_op,
+    line_of_number,
+    line_of_reader,
+    lines_of_callers,
+    with_lines,
+)
 from glassengine.judge.verdict.coverage import coverage, granularity, missing, not_judged, region_nodes
 from glassengine.judge.verdict.origins import grouped, place_of, with_proofs
 from glassengine.judge.verdict.score import Score
@@ -319,7 +325,10 @@ def as_written(score: Score, program: Program, divergence: Divergence) -> Diverg
         or line_of_added_op(program, own, known, divergence)
         or line_of_reader(program, own, known, divergence)
     )
-    line = line or _source_there(score, named)
+    callers = None if line is not None else lines_of_callers(program, own, known, divergence)
+    if callers is not None:
+        return dataclasses.replace(named, source=callers[0], candidate_source=callers[1])
+    line = _source_there(score, named) if line is None else line or None
     end = next(iter(program.sites.by_node.get(divergence.node or "", ())), None)
     if end is not None and line and parts_of_source(end.source or "")[1] == parts_of_source(line)[1]:
         # Both sides run it, below an op that the candidate lacks.

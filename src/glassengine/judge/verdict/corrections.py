@@ -73,7 +73,7 @@ def line_of_reader(
     """Return "file:line: line" of an op inside of a region, or where the candidate reads what an op is missing for.
 
     It is the line that is most like the baseline's, or that of the function which calls the op there: as deep in the
-    modules. None where no op is missing.
+    modules. None where no op is missing; empty where that is a line of both sides.
     """
     there = counterparts.get(divergence.node or "")
     if program is None or there is None or not any(hint.proven for hint in divergence.hints[:1]):
@@ -94,7 +94,31 @@ def line_of_reader(
     else:
         return None
     line = _changed(baseline, program, node)
-    return line or (source_line(readers[0], min(map(depth_of, (node, readers[0])))) if readers else None)
+    if line or not readers:
+        return line
+    # As deep in the calls; deeper, where both sides run that line and of one alone it is known what it calls.
+    depth = min(map(depth_of, (node, readers[0])))
+    line, own = source_line(readers[0], depth), source_line(node, depth)
+    line = (source_line(readers[0], depth + 1) if line == own else None) or line
+    return "" if own and _code(line) in {*_lines(baseline, "").values()} - {_code(own)} else line
+
+
+def lines_of_callers(
+    baseline: Program, program: Program | None, counterparts: Mapping[str, str], divergence: Divergence
+) -> tuple[str, str] | None:
+    """Return the lines of both sides that call, with other tensors, the one line in which an op reads another tensor.
+
+    None where the op reads the right tensor, where its own lines are not the same, and where all callers are.
+    """
+    change = next((hint.change for hint in divergence.hints[:1] if hint.proven), None)
+    there = counterparts.get(divergence.node or "")
+    if program is None or there is None or change is None or not change.operands:
+        return None
+    both = (program.node(there), baseline.node(divergence.node or ""))
+    theirs, ours = ([source_line(one, depth) or "" for depth in range(depth_of(one), 0, -1)] for one in both)
+    if not ours or not theirs or _code(ours[0]) != _code(theirs[0]):
+        return None
+    return next((lines for lines in zip(ours, theirs, strict=False) if _code(lines[0]) != _code(lines[1])), None)
 
 
 def _changed(baseline: Program, program: Program, node: Node) -> str | None:
@@ -105,12 +129,16 @@ def _changed(baseline: Program, program: Program, node: Node) -> str | None:
     module = site.name.rpartition("/")[0] if (site := _site(baseline, node)) else ""
     every = [{one: _lines(program, one) for one in ("", module)} for program in (baseline, program)]
     ours, theirs = (lines[module if all(one[module] for one in every) else ""] for lines in every)
-    code, known = (parts_of_line(source_line(node)) or ("", 0, ""))[2], set(ours.values())
+    code, known = _code(source_line(node)), set(ours.values())
     ratios = {
         source: SequenceMatcher(None, code, other).ratio() for source, other in theirs.items() if other not in known
     }
     best = max(ratios, key=lambda source: ratios[source], default=None)
     return best if code not in theirs.values() and best is not None and ratios[best] >= _ALIKE else None
+
+
+def _code(line: str | None) -> str:
+    return (parts_of_line(line) or ("", 0, ""))[2]
 
 
 def _lines(program: Program, module: str) -> dict[str | None, str]:

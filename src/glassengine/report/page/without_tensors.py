@@ -14,7 +14,6 @@ from glassengine.reading.files import printable
 from glassengine.recording.series import MEASURED, Chosen, SeriesReader
 from glassengine.report import words
 from glassengine.report.page.head import Cell, Chip, Fact, Head, PageTable, Plot, table
-from glassengine.report.terminal_without_tensors import numbers
 from glassengine.results import ArtifactComparison, SeriesComparison, SideBySide
 from glassengine.results.backends import Difference
 from glassengine.results.stored import Apart
@@ -122,7 +121,7 @@ def _artifacts(result: ArtifactComparison) -> Head:
     found = words.artifacts_sentence(result)
     return _head(
         result.ok,
-        f"{found[:1].upper()}{found[1:]}.",
+        words.sentence(found),
         [],
         (result.baseline, result.candidate),
         tables,
@@ -160,7 +159,7 @@ def _series(result: SeriesComparison, recordings: Sequence[str | Path]) -> Head:
     if recordings:
         drawn = curves(result, *recordings)
     sides = result.baseline, result.candidate
-    return _head(result.ok, f"{found[:1].upper()}{found[1:]}.", lines, sides, tables, plots=drawn, notes=result.notes)
+    return _head(result.ok, words.sentence(found), lines, sides, tables, plots=drawn, notes=result.notes)
 
 
 def _open(title: str, about: str, columns: tuple[str, ...], rows: Sequence[Sequence[Cell]]) -> PageTable:
@@ -277,7 +276,7 @@ def with_rollout(head: Head, found: RolloutComparison) -> Head:
             is_open=True,
         ),
     )
-    lines = [("gap", numbers(found)), *(one for one in head.lines if one[0] != "judged")]
+    lines = [("gap", words.gap(found)), *(one for one in head.lines if one[0] != "judged")]
     sides = {"plots": (_curve(found),), "about_plots": "Tokens in the order of the trainer's log-probabilities."}
     return replace(head, tables=(*tables, *head.tables), lines=tuple(lines), **sides)  # type: ignore[arg-type]
 

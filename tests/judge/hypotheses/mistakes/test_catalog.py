@@ -288,14 +288,14 @@ PLANTED = {
         lambda x: x.view(2, 5, 4, 4).permute(0, 3, 1, 2),
         lambda x: torch.stack(x.split(4, -1), 1),
         "permuted",
-        "heads are interleaved",
+        "parts are interleaved",
     ),
     "heads put together": Planted(
         lambda q: q.transpose(1, 2).reshape(2, 6, 32),
         lambda q: q.permute(0, 2, 3, 1).reshape(2, 6, 32),
         lambda q: torch.cat(list(q.unbind(1)), -1),
         "permuted",
-        "heads are interleaved",
+        "parts are interleaved",
         ("q",),
     ),
     "heads not transposed": Planted(

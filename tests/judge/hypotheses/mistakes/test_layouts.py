@@ -178,7 +178,22 @@ def test_a_rotation_by_stored_tables_is_left_out() -> None:
     angles = torch.arange(1.0, 7.0)[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001]).repeat_interleave(2)
     given = {"x": drawn(2, 6, 8), "table": angles.cos(), "weight": angles.sin()}
     hint = told(turned, lambda x, cos, sin: x.clone(), given)
-    assert (hint.kind, hint.text) == ("position", "a rotation by positions is left out")
+    assert (hint.kind, hint.text) == ("position", "a rotation by positions is left out: that of arg0_1")
+
+
+def test_axes_that_are_put_together_otherwise_before_an_op_and_taken_apart_so_after_it() -> None:
+    """No tensor between the two is one of the baseline: the mistake is in both places."""
+
+    def scaled(x: Tensor, weight: Tensor, *, is_turned: bool = False) -> Tensor:
+        flat = (x.transpose(1, 2) if is_turned else x).reshape(2, 20) * weight
+        return flat.reshape(2, 5, 4).transpose(1, 2) if is_turned else flat.reshape(2, 4, 5)
+
+    given = {"x": drawn(2, 4, 5), "weight": drawn(20, seed=1)}
+    hint = told(scaled, lambda x, weight: scaled(x, weight, is_turned=True), given)
+    assert hint.text == (
+        "axes are put together as 5 x 4 in the candidate, as 4 x 5 in the baseline: parts are interleaved, "
+        "and what is made is taken apart so again"
+    )
 
 
 def test_an_op_along_a_part_of_an_axis_that_is_put_together() -> None:

@@ -56,7 +56,7 @@ def _instead(question: Question, node: Node, value: Any, other: Node, found: Any
         text = f"{here} in the baseline, {there} in the candidate"
         if other.op == "placeholder":
             is_passed_on = there in {question.label(one) for one in up(node)}
-            short = here if len(here) <= _LONGEST else question.label(node)
+            short = question.label(node) if len(_written(node, question.labels)) > _LONGEST else here
             text = missing_ops(_ops(node), there) if is_passed_on else f"{there} instead of {short}"
         is_op = node.target is other.target and constants_of([node]) == constants_of([other])
         factors = {_written(arg, question.there.labels, is_operand=True) for arg in other.args}

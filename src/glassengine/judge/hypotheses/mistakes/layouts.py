@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from glassengine.judge.hypotheses.mistakes.tensor_roles import is_of_places, turned_by
+from glassengine.judge.hypotheses.mistakes.tensor_roles import is_near_attention, is_of_places, turned_by
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, called
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall
@@ -31,7 +31,8 @@ _BESIDE = 2
 
 
 def reshaped(question: Question) -> Iterator[Hypothesis]:
-    """Yield: what one axis is made of is taken, or put together, in another order (heads by their width)."""
+    """Yield: what one axis is made of is taken, or put together, in another order (heads by their width), or both."""
+    end = question.trial.end
     for node, given, made in _views(question):
         split, merged = meeting(given, made.shape), meeting(made.shape, given)
         for axis, first, parts in factored(split, made.shape):
@@ -43,11 +44,16 @@ def reshaped(question: Question) -> Iterator[Hypothesis]:
             for sizes, order, words in orders:
                 text = f"an axis is taken apart as {_in_words(sizes, order, words)}"
                 yield Hypothesis(kind, text, {node: _split_as(split, axis, sizes, order, made.shape)})
-        for _, first, parts in factored(merged, given):
+        for axis, first, parts in factored(merged, given):
             kind, how = _of_axes(question, node, first, parts)
             for order in _orders(parts):
                 text = f"axes are put together as {_in_words(parts, order, how)}"
-                yield Hypothesis(kind, text, {node: _merged_as(first, order, made.shape)})
+                edit = _merged_as(first, order, made.shape)
+                yield Hypothesis(kind, text, {node: edit})
+                if end is not node and question.right.numel() == made.numel():
+                    back = _split_as(merged, axis, parts, order, question.right.shape, is_result=True)
+                    text += ", and what is made is taken apart so again"
+                    yield Hypothesis(kind, text, {node: edit, end: back})
 
 
 def _views(question: Question) -> Iterator[tuple[Node, torch.Size, torch.Tensor]]:
@@ -72,11 +78,16 @@ def merges(question: Question, node: Node, value: torch.Tensor, a: int, b: int) 
     return False
 
 
+def heads_or_parts(question: Question, node: Node) -> str:
+    """Return what axes are made of that an attention reads or makes, and others."""
+    return "heads" if is_near_attention(question.in_baseline(node)) else "parts"
+
+
 def _of_axes(question: Question, node: Node, first: int, parts: Sequence[int]) -> tuple[Kind, str]:
     """Return what it is to take axes in another order, and in words: of positions, or of heads and their width."""
     if is_of_places(question, node, tuple(range(first, first + len(parts)))):
         return "transposed", "rows and columns are exchanged"
-    return "permuted", "heads are interleaved"
+    return "permuted", f"{heads_or_parts(question, node)} are interleaved"
 
 
 def meeting(joined: Sequence[int], parted: Sequence[int]) -> tuple[int, ...]:
@@ -125,10 +136,16 @@ def _orders(parts: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _split_as(
-    joined: Sequence[int], axis: int, parts: Sequence[int], order: Sequence[int], shape: Sequence[int]
+    joined: Sequence[int],
+    axis: int,
+    parts: Sequence[int],
+    order: Sequence[int],
+    shape: Sequence[int],
+    *,
+    is_result: bool = False,
 ) -> Edit:
     def edit(call: TrialCall) -> Any:
-        given = call.args[0].reshape(joined)
+        given = (call.value if is_result else call.args[0]).reshape(joined)
         apart = given.reshape(*given.shape[:axis], *(parts[i] for i in order), *given.shape[axis + 1 :])
         back = [axis + list(order).index(i) for i in range(len(parts))]
         axes = [*range(axis), *back, *range(axis + len(parts), apart.dim())]
@@ -198,11 +215,13 @@ def missing_rotation(question: Question) -> Iterator[Hypothesis]:
     """Yield: what a rotation turns goes on as it is; of the same words for all, as they are left out together."""
     trial = question.trial
     held = {node.name: trial.tensor(node) for node in [*trial.inputs, *trial.ops]}
-    for node in trial.ops:
-        turned = turned_by(question.named[node.name]) if node.name in question.named else None
-        value, made = None if turned is None else held.get(turned.name), held[node.name]
+    turned = {node: source for node in trial.ops if (source := turned_by(question.in_baseline(node))) is not None}
+    for node, source in turned.items():
+        value, made = held.get(source.name), held[node.name]
+        text = "a rotation by positions is left out"
+        text += f": that of {question.maker(source)}" if len(turned) == 1 else ""
         if value is not None and made is not None and value.shape == made.shape:
-            yield Hypothesis("position", "a rotation by positions is left out", {node: value})
+            yield Hypothesis("position", text, {node: value})
 
 
 def permuted_operands(question: Question) -> Iterator[Hypothesis]:

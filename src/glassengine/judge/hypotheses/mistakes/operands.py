@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.judge.hypotheses.mistakes.layouts import merges
+from glassengine.judge.hypotheses.mistakes.layouts import heads_or_parts, merges
 from glassengine.judge.hypotheses.mistakes.tensor_roles import (
     BENDING,
     is_counted,
@@ -178,7 +178,8 @@ def _of_two(question: Question, node: Node, a: Node, b: Node) -> Iterator[tuple[
             verb, reverse = ("added", "subtracted") if is_sum else ("subtracted", "added")
             is_bias = is_sum and (is_stored(question, lost) or other.dim() < made.dim())
             kind: Kind = "stale" if is_of_before(question, lost) else "bias missing" if is_bias else "other"
-            yield kind, f"zeros instead of {what}: it is not {verb}" if is_read else f"{what} is not {verb}", one, lost
+            text = f"{what} is not {verb} {'to' if is_sum else 'from'} {question.label(kept)}"
+            yield kind, f"zeros instead of {what}: it is not {verb}" if is_read else text, one, lost
             yield "scale", f"{what} is {verb} twice", made + other if is_sum else made - other, None
             yield "scale", f"{what} is {reverse}, not {verb}", one - other if is_sum else one + other, None
             yield "other", f"{what} is multiplied, not {verb}", one * other, None
@@ -295,7 +296,8 @@ def _moved(question: Question, node: Node, value: Tensor) -> Iterator[Hypothesis
         if value.shape[a] == value.shape[b]:
             text = f"{name} is transposed" if value.dim() == 2 else f"axes {a} and {b} of {name} are transposed"
             is_merged = value.dim() > 3 and merges(question, node, value, a, b)
-            kind, text = ("permuted", f"{text}: heads are interleaved") if is_merged else ("transposed", text)
+            text += f": {heads_or_parts(question, node)} are interleaved" if is_merged else ""
+            kind = "permuted" if is_merged else "transposed"
             found = Hypothesis(kind, text, {node: value.transpose(a, b)})
             is_matrix = is_weight and value.dim() == 2
             yield dataclasses.replace(found, argument="transposed", values=(False, True)) if is_matrix else found

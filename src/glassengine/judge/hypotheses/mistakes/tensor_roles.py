@@ -124,6 +124,12 @@ def is_of_places(question: Question, node: Node, axes: tuple[int, ...]) -> bool:
     return "conv" in op_name(own) and axes == (rank - 2, rank - 1)
 
 
+def is_near_attention(node: Node) -> bool:
+    """Whether attention reads what is made of a node, or the node is made of what comes out of one."""
+    near = (node, *up(node, _NEAR), *down([node], depth=_NEAR))
+    return any(word in op_name(one) for one in near for word in ("softmax", "attention"))
+
+
 def comes_from(question: Question, node: Node, names: frozenset[str]) -> bool:
     """Whether a node is one of some ops, or made by one a few ops above."""
     own = question.in_baseline(node)
@@ -218,18 +224,28 @@ def counts_alone(node: Node, stored: Collection[str]) -> bool:
 def _is_rotation(node: Node) -> bool:
     if node.op != "call_function" or traits_of(node).kind != "term":
         return False
-    sources = [origin_of(source) for source in node.all_input_nodes]
-    return len(sources) == 2 and all(map(_is_turned, sources))
+    products = _products(node)
+    return len(products) == 2 and all(map(_is_turned, products))
+
+
+def _products(node: Node) -> list[Node]:
+    """Return what a sum adds, without numbers that it is multiplied by."""
+    found = [origin_of(source) for source in node.all_input_nodes]
+    for place, one in enumerate(found):
+        while traits_of(one).kind == "factor" and len(one.all_input_nodes) == 1:
+            one = origin_of(one.all_input_nodes[0])
+        found[place] = one
+    return found
 
 
 def turned_by(node: Node) -> Node | None:
     """Return what a rotation turns: the tensor of which its other product multiplies the other half; None of others."""
-    products = [origin_of(source) for source in node.all_input_nodes if traits_of(node).kind == "term"]
+    products = _products(node) if traits_of(node).kind == "term" else []
     if len(products) != 2 or any(traits_of(one).kind != "factor" for one in products):
         return None
     for one, other in (products, products[::-1]):
         for a, b in itertools.product(one.all_input_nodes, other.all_input_nodes):
-            if origin_of(a) in ancestors(b, _BELOW + 1) and (_is_rotation(node) or _is_turned_over(b)):
+            if {a, origin_of(a)} & ancestors(b, _BELOW + 1) and (_is_rotation(node) or _is_turned_over(b)):
                 return a
     return None
 
