@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import keep, surroundings
-from glassengine.blocks import arithmetic
+from glassengine.blocks import paths
+from glassengine.blocks.arithmetic import Arithmetic
 from glassengine.numerics.distances import measure
 from glassengine.numerics.tolerance import tolerance
 
@@ -35,8 +36,8 @@ def main() -> None:
         READING: (first[0].nbytes * 2, lambda: [side.sum() for side in first])
     }
     for name, (b, c) in pairs.items():
-        contestants[name] = b.nbytes + c.nbytes, _on_path(arithmetic.Arithmetic, measuring(b, c))
-        compiled = _on_path(arithmetic.compiled_kind(), measuring(b, c))
+        contestants[name] = b.nbytes + c.nbytes, _on_path(Arithmetic, measuring(b, c))
+        compiled = _on_path(paths.compiled_kind(), measuring(b, c))
         contestants[f"{name}, compiled"] = b.nbytes + c.nbytes, compiled
     growth = _peak_growth(contestants["float32, rounding"][1])
     speeds: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
@@ -77,9 +78,9 @@ def _pairs() -> dict[str, tuple[Tensor, Tensor]]:
     return pairs
 
 
-def _on_path(kind: type[arithmetic.Arithmetic], run: Callable[[], object]) -> Callable[[], object]:
+def _on_path(kind: type[Arithmetic], run: Callable[[], object]) -> Callable[[], object]:
     def on_path() -> None:
-        with mock.patch.object(arithmetic, "compiled_kind", lambda: kind):
+        with mock.patch.object(paths, "compiled_kind", lambda: kind):
             run()
 
     return on_path

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glassengine.blocks import RawDifference, arithmetic, difference, pieces
-from glassengine.blocks.arithmetic import arithmetic_for
+from glassengine.blocks import RawDifference, difference, paths, pieces
+from glassengine.blocks.paths import arithmetic_for
 from glassengine.blocks.pieces import Totals
 from tests import children
 
@@ -28,7 +28,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "compiled":
         pytest.importorskip("numba")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arithmetic, "_COMPILED_FROM", 0 if request.param == "compiled" else 1 << 62)
+        patch.setattr(paths, "_COMPILED_FROM", 0 if request.param == "compiled" else 1 << 62)
         yield request.param
 
 
@@ -248,8 +248,8 @@ def test_large_mapped_tensors_take_a_fixed_amount_of_memory(dtype: str, mebibyte
     # The process may allocate 24 MiB more than at the start: a copy of a tensor would fail.
     program = f"""
         import resource, torch
-        from glassengine.blocks import arithmetic, difference
-        arithmetic._COMPILED_FROM = {arithmetic._COMPILED_FROM}
+        from glassengine.blocks import difference, paths
+        paths._COMPILED_FROM = {paths._COMPILED_FROM}
         dtype, folder, size = torch.{dtype}, {str(tmp_path)!r}, {{}}
         tensors = [torch.from_file(folder + "/" + name, shared=True, size=size, dtype=dtype) for name in "bc"]
         tensors[1][-1] = 3

@@ -18,9 +18,7 @@ float32 is used where it holds every element of both sides, float64 else. What f
 
 from __future__ import annotations
 
-import functools
 import math
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,33 +27,21 @@ import numpy as np
 
 ROW = 256
 
-_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
 # Fills up the last row: not 0, so that 0 / |b| stays 0, but small enough for its square to be 0.
-_PADDING = {_FLOAT32: 2.0**-80, _FLOAT64: 2.0**-540}
+_PADDING = {FLOAT32: 2.0**-80, FLOAT64: 2.0**-540}
 
 # Sums of squares below this could have lost summands to underflow, also where subnormal numbers are flushed to zero.
 _SMALLEST_SQUARES = 1e-26
 
-# Float32 tolerances outside would not be representable.
-_LARGEST_TOLERANCE = 1e30
-
 # Twice the distance at which rounding can move an element across the tolerance, relative to the largest difference.
 _MARGIN = 16 * 2.0**-24
 
-_IN_FLOAT32 = {np.dtype(name) for name in ("float32", "float16", "int8", "uint8", "int16", "uint16", "bool")}
-_IN_FLOAT64 = _IN_FLOAT32 | {np.dtype(name) for name in ("float64", "int32", "uint32", "int64", "uint64")}
 _LARGEST_INTEGER = 1 << 53
 """Up to here float64 holds every integer; a piece with a larger one is declined."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-# Elements for which a thread keeps scratch space, up to 40 bytes for each: new memory costs as much as a pass over it.
-_MOST_KEPT = 1 << 18
-_known = threading.local()
-
-_COMPILED_FROM = 1 << 20
-"""Elements of a tensor for which loading the compiled pass is worth its time."""
 
 
 @dataclass(frozen=True)
@@ -137,49 +123,6 @@ def merged(parts: Sequence[tuple[int, RawDifference]]) -> RawDifference:
     return RawDifference(sum(part.num_elements for _, part in parts), **vars(total))
 
 
-def arithmetic_for(
-    dtypes: set[np.dtype[Any]], num_elements: int, piece: int, rtol: float, atol: float
-) -> tuple[Arithmetic, ...]:
-    """Return what may add up pieces of two tensors, fastest first; nothing for complex numbers or odd tolerances.
-
-    Args:
-        dtypes: Of both sides.
-        num_elements: Of a tensor.
-        piece: Elements of a piece of the plain path.
-        rtol: Relative tolerance.
-        atol: Absolute tolerance.
-    """
-    if not (0 <= rtol < _LARGEST_TOLERANCE and 0 <= atol < _LARGEST_TOLERANCE):
-        return ()
-    kind = compiled_kind() if num_elements >= _COMPILED_FROM else Arithmetic
-    size = min(num_elements, piece * kind.pieces)
-    # A tensor of less than a row gains nothing from float32.
-    if dtypes <= _IN_FLOAT32 and num_elements >= ROW:
-        return _made(kind, _FLOAT32, size, rtol, atol), _made(kind, _FLOAT64, size, rtol, atol)
-    return (_made(kind, _FLOAT64, size, rtol, atol),) if dtypes <= _IN_FLOAT64 else ()
-
-
-@functools.cache
-def compiled_kind() -> type[Arithmetic]:
-    """Return the compiled kind where numba is installed, else the plain one."""
-    try:
-        from glassengine.blocks.compiled import CompiledArithmetic
-    except (ImportError, RuntimeError):  # not installed, or no directory takes what it compiles
-        return Arithmetic
-    return CompiledArithmetic
-
-
-def _made(kind: type[Arithmetic], dtype: np.dtype[Any], size: int, rtol: float, atol: float) -> Arithmetic:
-    """Return scratch space, which the same thread uses again."""
-    known: dict[tuple[Any, ...], Arithmetic] = vars(_known).setdefault("arithmetic", {})
-    key = kind, dtype, -(-size // ROW), rtol, atol
-    if key not in known:
-        if size + sum(one.capacity for one in known.values()) > _MOST_KEPT:
-            known.clear()
-        known[key] = kind(dtype, size, rtol, atol)
-    return known[key]
-
-
 class Sums(NamedTuple):
     """What one pass over a piece finds; d is the candidate less the baseline.
 
@@ -220,7 +163,7 @@ class Arithmetic:
 
     def __init__(self, dtype: np.dtype[Any], size: int, rtol: float, atol: float) -> None:
         self._dtype = dtype
-        self._is_wide = dtype == _FLOAT64
+        self._is_wide = dtype == FLOAT64
         self.capacity = -(-size // ROW) * ROW
         self._rtol = rtol
         self._atol = atol

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from glassengine.blocks.arithmetic import DifferenceSums, RawDifference, arithmetic_for
+from glassengine.blocks.arithmetic import DifferenceSums, RawDifference
+from glassengine.blocks.paths import arithmetic_for
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glassengine.blocks.arithmetic import Arithmetic, DifferenceSums, RawDifference, arithmetic_for
+from glassengine.blocks.arithmetic import Arithmetic, DifferenceSums, RawDifference
+from glassengine.blocks.paths import arithmetic_for
 
 # 64 Ki elements in float32 are 256 KiB: a pair of them and what is computed from it stay in or near an L2 cache. Half
 # of it costs a tenth of the speed in calls; twice as much gains little where float32 will do and loses more elsewhere.
