@@ -1,4 +1,4 @@
-"""Which arithmetic adds up pieces of two tensors: the plain one, or from a million elements on the compiled one."""
+"""Chooses the arithmetic for pieces of two tensors: plain, or compiled from a million elements on."""
 
 from __future__ import annotations
 
