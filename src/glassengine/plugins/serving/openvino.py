@@ -191,13 +191,7 @@ _INPUTS = ("input_ids", "attention_mask", "position_ids", "beam_idx")
 
 @dataclass
 class OpenvinoCandidate:
-    """A file of OpenVINO.
-
-    Args:
-        file: The graph; its weights lie beside it.
-        openvino: The package.
-        options: Of the run.
-    """
+    """A file of OpenVINO."""
 
     file: Path
     openvino: Any

@@ -163,11 +163,6 @@ class OnnxModel(nn.Module):
     Attributes:
         settings: Of the session that makes the results; None for the graph as it is written.
         apart: Result -> sums of squares of what these settings change, and of the result as the graph is written.
-
-    Args:
-        file: The file.
-        values: Values of the graph to observe, in order.
-        inputs: Inputs of the graph, in order.
     """
 
     settings: SessionSettings | None = None

@@ -215,12 +215,7 @@ class PageRows:
         return len(self._columns["site"])
 
     def add(self, pair: Pair, plain: dict[str, Any]) -> None:
-        """Add a row.
-
-        Args:
-            pair: What it shows.
-            plain: The same as JSON has it.
-        """
+        """Add a row."""
         figures = pair.figures
         is_shape = figures is None and pair.noise_ratio is None and pair.judged_by == "shape"
         flags = INHERITED if pair.inherited else 0
