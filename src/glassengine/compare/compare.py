@@ -331,13 +331,7 @@ def summarize_worst(pairs: Packed, judging: Judging, *, all_of_them: bool) -> No
 
 
 def first_divergence(pairs: Packed, judged: Sequence[MatchedPair], judging: Judging) -> Divergence | None:
-    """Return the first tensor of the worst verdict, in the order of the run.
-
-    Args:
-        pairs: All verdicts.
-        judged: What was judged.
-        judging: Looks for what explains it.
-    """
+    """Return the first tensor of the worst verdict, in the order of the run."""
     flagged, (left, right) = pairs.flagged(), judging.sides
     if not flagged:
         return None

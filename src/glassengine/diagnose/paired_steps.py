@@ -77,9 +77,6 @@ class KeptOnce(Generic[_Kept]):
     """What is kept of each tensor of a step.
 
     What one module returns the next is given: it is kept and compared once, unless it was written to in between.
-
-    Args:
-        keep: Makes what is kept.
     """
 
     def __init__(self, keep: Callable[[Tensor], _Kept]) -> None:
@@ -159,9 +156,6 @@ class StepRecorder(Recorder):
 
 class StepComparison:
     """Compares steps until one is not ok.
-
-    Args:
-        options: Of `compare`.
 
     Attributes:
         num_steps: Steps that were compared.

@@ -261,12 +261,7 @@ def rollout_tokens(found: RolloutComparison) -> str:
 
 
 def cost_line(cost: Quantization, results: Sequence[ResultComparison]) -> str:
-    """Return what the rounded weights of a file cost: the engine's results beside the checkpoint's.
-
-    Args:
-        cost: Of all weights together.
-        results: Of the comparison.
-    """
+    """Return what the rounded weights of a file cost: the engine's results beside the checkpoint's."""
     text = f"the file against the checkpoint: {cost.logits_snr_db:.1f} dB"
     if cost.token_agreement is not None and cost.kl is not None:
         same = round(cost.token_agreement * cost.num_tokens)

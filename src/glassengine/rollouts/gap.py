@@ -29,13 +29,7 @@ _FREE_SHARE = 0.75
 
 
 class Gap:
-    """Engine minus trainer of the tokens of some samples.
-
-    Args:
-        trainer: The model.
-        samples: Some.
-        base: Settings of the trainer.
-    """
+    """Engine minus trainer of the tokens of some samples."""
 
     def __init__(self, trainer: Trainer, samples: Sequence[Sample], base: RolloutSettings) -> None:
         self.trainer, self.samples, self.base = trainer, list(samples), base

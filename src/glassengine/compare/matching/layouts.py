@@ -52,10 +52,6 @@ class LayoutOperation:
 def parse_operation(data: object, where: str) -> LayoutOperation:
     """Return the operation that `data` describes.
 
-    Args:
-        data: What JSON says.
-        where: Where that is, for messages.
-
     Raises:
         UsageError: It is none: an unknown operation, an argument that is missing, unknown or of another kind.
     """

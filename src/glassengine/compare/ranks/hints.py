@@ -353,13 +353,7 @@ def rank_and_hints(
 
 
 def of_parts(side: AssembledRanks, entry: Entry, whole: Tensor) -> tuple[int | None, tuple[Hint, ...]]:
-    """Return the rank that has its part of a tensor wrong, None where all that have it do; and hints.
-
-    Args:
-        side: Of several ranks.
-        entry: One of its entries.
-        whole: What its parts should make.
-    """
+    """Return the rank that has its part of a tensor wrong, None where all that have it do; and hints."""
     absent = _absent(side, entry)
     if absent and side.tensor(entry).shape != whole.shape:
         named, around = ", ".join(map(str, absent)), _around(entry.site)

@@ -416,11 +416,6 @@ def compiled_beside(program: Program, backend: str | None, **sizes: Any) -> Iter
     None where this would gain nothing, or where this process is not a command alone: what else it has changed in the
     compiler is not known.
 
-    Args:
-        program: With weights.
-        backend: As in `build`.
-        sizes: As in `build_program`.
-
     Raises:
         BackendError: As `build`.
     """

@@ -63,11 +63,7 @@ class Evidence:
 
 
 class EvidenceBox:
-    """Keeps evidence for the earliest divergences of one side.
-
-    Args:
-        program: The baseline program.
-    """
+    """Keeps evidence for the earliest divergences of one side."""
 
     def __init__(self, program: Program) -> None:
         self._program = program

@@ -41,13 +41,7 @@ _PRODUCTS = {"linear", "addmm", "matmul"}
 
 
 def held(openvino: Any, model: Any, module: nn.Module) -> Unread:
-    """Return what a file has for the parameters of a module, read when it is asked for.
-
-    Args:
-        openvino: The package.
-        model: Read, not compiled.
-        module: The checkpoint's.
-    """
+    """Return what a file has for the parameters of a module, read when it is asked for."""
     constants = {op.get_friendly_name(): op for op in model.get_ordered_ops() if op.get_type_name() == "Constant"}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     weights = {name: constants.get(f"self.{name}", constants.get(f"self.{name}_compressed")) for name in parameters}

@@ -130,9 +130,6 @@ class _Observing(torch.fx.Interpreter):
 def read_exported(path: Path) -> tuple[StoredModule, Program]:
     """Read a `.pt2` file; nothing in it is executed.
 
-    Args:
-        path: The file.
-
     Raises:
         UsageError: It takes something else than tensors and constants, or calls ops that are not registered here.
         CorruptError: It is damaged, or holds more than a program.

@@ -30,13 +30,7 @@ _TIED = {"output.weight": "token_embd.weight"}
 def served_weights(
     file: GgufFile, module: nn.Module, table: AlignmentTable
 ) -> tuple[Mapping[str, ServedWeight], list[str]]:
-    """Return what the file has for each parameter of a module, and its tensors that stand for none of them.
-
-    Args:
-        file: Checked.
-        module: The checkpoint's.
-        table: Of its architecture.
-    """
+    """Return what the file has for each parameter of a module, and its tensors that stand for none of them."""
     layers = int(file.number("block_count") or 0)
     weights: dict[str, Callable[[], ServedWeight]] = {}
     used: set[str] = set()
@@ -113,10 +107,6 @@ def _weight(
 def read_values(file: GgufFile, tensor: GgufTensor) -> Tensor:
     """Return the numbers of a tensor in float32.
 
-    Args:
-        file: Checked.
-        tensor: Of it.
-
     Raises:
         CorruptError: The file is shorter than when it was checked, or cannot be read any more.
     """
@@ -133,12 +123,7 @@ def read_values(file: GgufFile, tensor: GgufTensor) -> Tensor:
 
 @dataclass
 class GgufCandidate:
-    """A GGUF file, and the library that runs it.
-
-    Args:
-        file: Checked.
-        options: Of the run.
-    """
+    """A GGUF file, and the library that runs it."""
 
     file: GgufFile
     options: ServingOptions

@@ -122,11 +122,6 @@ _PLAIN: dict[str, Any] = {
 def dequantized(data: np.ndarray[Any, Any], shape: tuple[int, ...], kind: TensorType) -> torch.Tensor:
     """Return the numbers of a tensor as float32, or as the integers that they are.
 
-    Args:
-        data: Its bytes.
-        shape: Sizes.
-        kind: How they are stored.
-
     Raises:
         UsageError: `gguf` does not know the type, or is not installed.
     """

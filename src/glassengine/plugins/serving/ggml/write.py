@@ -227,12 +227,7 @@ def write_gguf(
 
 
 def file_tensors(module: nn.Module, architecture: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and float32 values of each tensor of the file.
-
-    Args:
-        module: With its configuration.
-        architecture: As llama.cpp calls it.
-    """
+    """Yield name and float32 values of each tensor of the file."""
     numbers = numbers_of(module.config)
     table = table_of("ggml", architecture, numbers)
     tied = {id(parameter) for parameter in [_embedding(module)] if parameter is not None}
