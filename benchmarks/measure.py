@@ -2,7 +2,7 @@
 
 Every round measures each kind of pair once and reads one pair through, so that what else the machine does falls on
 all of them alike. Processor time is given beside: where more runs than there are cores, the rest of the elapsed time
-was spent waiting for one.
+was spent waiting for one. Each kind of pair is measured by the plain path and by the one that numba compiles.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from benchmarks.report import keep, surroundings
+from glassengine.blocks import paths
+from glassengine.blocks.arithmetic import Arithmetic
 from glassengine.numerics.distances import measure
 from glassengine.numerics.tolerance import tolerance
 
@@ -33,7 +36,9 @@ def main() -> None:
         READING: (first[0].nbytes * 2, lambda: [side.sum() for side in first])
     }
     for name, (b, c) in pairs.items():
-        contestants[name] = b.nbytes + c.nbytes, measuring(b, c)
+        contestants[name] = b.nbytes + c.nbytes, _on_path(Arithmetic, measuring(b, c))
+        compiled = _on_path(paths.compiled_kind(), measuring(b, c))
+        contestants[f"{name}, compiled"] = b.nbytes + c.nbytes, compiled
     growth = _peak_growth(contestants["float32, rounding"][1])
     speeds: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
     for round_index in range(1 + ROUNDS):  # the first round warms up
@@ -73,6 +78,14 @@ def _pairs() -> dict[str, tuple[Tensor, Tensor]]:
     return pairs
 
 
+def _on_path(kind: type[Arithmetic], run: Callable[[], object]) -> Callable[[], object]:
+    def on_path() -> None:
+        with mock.patch.object(paths, "compiled_kind", lambda: kind):
+            run()
+
+    return on_path
+
+
 def measuring(b: Tensor, c: Tensor) -> Callable[[], object]:
     allowed = tolerance(*(str(side.dtype).removeprefix("torch.") for side in (b, c)))
     return lambda: measure(b, c, rtol=allowed.rtol, atol=allowed.atol)
@@ -100,10 +113,10 @@ def _text(speeds: dict[str, tuple[float, ...]], growth: int | None) -> str:
         f"{ROUNDS} interleaved rounds, medians; bytes of both sides",
         surroundings(),
         "",
-        f"{'':36s} {'GB/s':>8s} {'of reading':>10s} {'GB per s of processor':>22s}",
+        f"{'':44s} {'GB/s':>8s} {'of reading':>10s} {'GB per s of processor':>22s}",
     ]
     for name, (speed, busy) in speeds.items():
-        lines.append(f"{name:36s} {speed / 1e9:8.1f} {speed / speeds[READING][0]:10.0%} {busy / 1e9:22.1f}")
+        lines.append(f"{name:44s} {speed / 1e9:8.1f} {speed / speeds[READING][0]:10.0%} {busy / 1e9:22.1f}")
     if growth is not None:
         lines += ["", f"memory beside the tensors, at most: {growth / 2**20:.1f} MiB (float32, rounding)"]
     return "\n".join(lines)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 SCREEN = {"width": 1280, "height": 800}
 NARROW = {"width": 400, "height": 800}
-COLORS = 64
+COLORS = 128
 
 Case = Callable[[Any, str], None]
 
@@ -115,8 +115,12 @@ def _screenshot(page: Any, name: str) -> None:
 
     file = HERE / f"report-{name}.png"
     page.screenshot(path=str(file))
+    # The colors of the scale keep their values; those between a letter and its ground are drawn by the nearest one.
+    palette = Image.new("P", (1, 1))
     with Image.open(file) as picture:
-        small = picture.convert("RGB").quantize(COLORS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+        known = sorted(picture.convert("RGB").getcolors(1 << 21), reverse=True)[:COLORS]
+        palette.putpalette([part for _, color in known for part in color])
+        small = picture.convert("RGB").quantize(palette=palette, dither=Image.Dither.NONE)
     small.save(file, optimize=True)
 
 

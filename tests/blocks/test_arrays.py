@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glassengine.blocks import RawDifference, difference, pieces
-from glassengine.blocks.arithmetic import arithmetic_for
+from glassengine.blocks import RawDifference, difference, paths, pieces
+from glassengine.blocks.paths import arithmetic_for
 from glassengine.blocks.pieces import Totals
 from tests import children
 
 FLOATING = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
 INTEGERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64]
+
+
+@pytest.fixture(scope="module", params=["plain", "compiled"], autouse=True)
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "compiled":
+        pytest.importorskip("numba")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paths, "_COMPILED_FROM", 0 if request.param == "compiled" else 1 << 62)
+        yield request.param
 
 
 def by_definition(b: torch.Tensor, c: torch.Tensor, rtol: float, atol: float) -> RawDifference:
@@ -238,7 +248,8 @@ def test_large_mapped_tensors_take_a_fixed_amount_of_memory(dtype: str, mebibyte
     # The process may allocate 24 MiB more than at the start: a copy of a tensor would fail.
     program = f"""
         import resource, torch
-        from glassengine.blocks import difference
+        from glassengine.blocks import difference, paths
+        paths._COMPILED_FROM = {paths._COMPILED_FROM}
         dtype, folder, size = torch.{dtype}, {str(tmp_path)!r}, {{}}
         tensors = [torch.from_file(folder + "/" + name, shared=True, size=size, dtype=dtype) for name in "bc"]
         tensors[1][-1] = 3

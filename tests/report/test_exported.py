@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import glassengine as glass
+from glassengine import report
 from glassengine.cli.documents import json_text
 from glassengine.errors import UsageError
 from glassengine.report.exported import (
@@ -24,8 +25,8 @@ from glassengine.report.exported import (
     write_tensorboard,
 )
 from glassengine.results import Comparison
-from glassengine.results.notebook import verdict_rows
-from tests.report.made_results import comparison
+from glassengine.results.notebook import _SCALE, color_of, worst_rows
+from tests.report.made_results import comparison, figures
 
 
 def test_the_worst_of_each_site_counts(wrong: Comparison) -> None:
@@ -143,6 +144,20 @@ def test_the_picture_has_the_size_of_a_link_and_the_color_of_the_verdict(tmp_pat
         assert len(picture.convert("RGB").crop((60, 40, 1140, 400)).getcolors(1 << 16)) > 2, "the words are drawn"
 
 
+def verdicts(result: Comparison) -> list[list[tuple[str, str]]]:
+    return [[(name, "" if pair is None else pair.verdict) for name, pair in row] for row in worst_rows(result)]
+
+
+def test_errors_of_60_and_of_40_decibels_have_their_own_colors() -> None:
+    pair = dataclasses.replace(comparison().pairs[0], verdict="wrong", noise_ratio=None)
+    sizes = [figures(10 ** (-decibels / 20)) for decibels in (61, 41, 21)]
+    colors = [color_of(dataclasses.replace(pair, figures=size)) for size in sizes]
+    colors += [color_of(dataclasses.replace(pair, figures=None)), color_of(dataclasses.replace(pair, noise_ratio=50.0))]
+    assert len(set(colors[:4])) == 4 and colors[4] == colors[0]
+    css = (Path(report.__file__).parent / "html" / "page" / "page.css").read_text()
+    assert all(f"--s{place}: light-dark({color}" in css for place, color in enumerate(_SCALE, 1))
+
+
 def test_the_map_has_the_worst_verdict_of_each_module() -> None:
     pair = comparison().pairs[0]
     made = [("layers.0/mul.0", "identical"), ("layers.0/add.0", "wrong"), ("layers.1/add.0", "rounding")]
@@ -150,10 +165,10 @@ def test_the_map_has_the_worst_verdict_of_each_module() -> None:
     later = dataclasses.replace(pairs[0], step=3)
     other = dataclasses.replace(pairs[2], level="y", verdict="wrong")
     result = dataclasses.replace(comparison(), pairs=(*pairs, later, other), first_divergence=None)
-    rows = verdict_rows(result)
+    rows = verdicts(result)
     # Of the second module nothing was compared in the later step: it is not shown as right.
     assert rows == [[("layers.0", "wrong"), ("layers.1", "rounding")], [("layers.0", "identical"), ("layers.1", "")]]
-    assert verdict_rows(dataclasses.replace(result, pairs=())) == []
+    assert worst_rows(dataclasses.replace(result, pairs=())) == []
 
 
 def test_the_map_is_that_of_the_level_that_went_wrong() -> None:
@@ -164,7 +179,7 @@ def test_the_map_is_that_of_the_level_that_went_wrong() -> None:
     wrong = dataclasses.replace(pair, site="a/add.0", verdict="wrong", level="candidate")
     found = dataclasses.replace(first, level="candidate")
     result = dataclasses.replace(result, pairs=(*right, wrong), first_divergence=found)
-    assert verdict_rows(result) == [[("a", "wrong")]]
+    assert verdicts(result) == [[("a", "wrong")]]
 
 
 def test_a_card_replaces_only_a_card(tmp_path: Path) -> None:

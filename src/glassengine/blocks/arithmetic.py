@@ -1,7 +1,7 @@
 """The sums of `totals`, for pieces of real numbers in the CPU's memory, at one precision and without allocations.
 
-numpy alone, so that a comparison of recordings needs no torch. float8 and bfloat16, which numpy does not have, come as
-the float32 numbers that they are.
+numpy alone, so that a comparison of recordings needs no torch; for large tensors numba where it is installed. float8
+and bfloat16, which numpy does not have, come as the float32 numbers that they are.
 
 float32 is used where it holds every element of both sides, float64 else. What float32 does is as good:
 
@@ -19,39 +19,29 @@ float32 is used where it holds every element of both sides, float64 else. What f
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-_ROW = 256
+ROW = 256
 
-_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
 # Fills up the last row: not 0, so that 0 / |b| stays 0, but small enough for its square to be 0.
-_PADDING = {_FLOAT32: 2.0**-80, _FLOAT64: 2.0**-540}
+_PADDING = {FLOAT32: 2.0**-80, FLOAT64: 2.0**-540}
 
 # Sums of squares below this could have lost summands to underflow, also where subnormal numbers are flushed to zero.
 _SMALLEST_SQUARES = 1e-26
 
-# Float32 tolerances outside would not be representable.
-_LARGEST_TOLERANCE = 1e30
-
 # Twice the distance at which rounding can move an element across the tolerance, relative to the largest difference.
 _MARGIN = 16 * 2.0**-24
 
-_IN_FLOAT32 = {np.dtype(name) for name in ("float32", "float16", "int8", "uint8", "int16", "uint16", "bool")}
-_IN_FLOAT64 = _IN_FLOAT32 | {np.dtype(name) for name in ("float64", "int32", "uint32", "int64", "uint64")}
 _LARGEST_INTEGER = 1 << 53
 """Up to here float64 holds every integer; a piece with a larger one is declined."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-# Elements for which a thread keeps scratch space, up to 40 bytes for each: new memory costs as much as a pass over it.
-_MOST_KEPT = 1 << 18
-_known = threading.local()
 
 
 @dataclass(frozen=True)
@@ -133,37 +123,48 @@ def merged(parts: Sequence[tuple[int, RawDifference]]) -> RawDifference:
     return RawDifference(sum(part.num_elements for _, part in parts), **vars(total))
 
 
-def arithmetic_for(
-    dtypes: set[np.dtype[Any]], num_elements: int, piece: int, rtol: float, atol: float
-) -> tuple[Arithmetic, ...]:
-    """Return what may add up pieces of two tensors, fastest first; nothing for complex numbers or odd tolerances."""
-    if not (0 <= rtol < _LARGEST_TOLERANCE and 0 <= atol < _LARGEST_TOLERANCE):
-        return ()
-    size = min(num_elements, piece)
-    # A tensor of less than a row gains nothing from float32.
-    if dtypes <= _IN_FLOAT32 and num_elements >= _ROW:
-        return _made(_FLOAT32, size, rtol, atol), _made(_FLOAT64, size, rtol, atol)
-    return (_made(_FLOAT64, size, rtol, atol),) if dtypes <= _IN_FLOAT64 else ()
+class Sums(NamedTuple):
+    """What one pass over a piece finds; d is the candidate less the baseline.
 
+    Attributes:
+        num_different: Elements.
+        num_zero: Elements of the baseline.
+        baseline_squares: b . b
+        dot: b . d
+        squares: d . d
+        sum_abs: Of |d|.
+        sum_rel: Of |d| / |b| where b is not 0.
+        largest: |d|.
+        largest_rel: |d| / |b| where b is not 0.
+        num_beyond: Elements with |d| above the tolerance; None where float32 cannot tell, or it is not counted yet.
+        is_exact: Each d is known to be exact.
+    """
 
-def _made(dtype: np.dtype[Any], size: int, rtol: float, atol: float) -> Arithmetic:
-    """Return scratch space, which the same thread uses again."""
-    known: dict[tuple[Any, ...], Arithmetic] = vars(_known).setdefault("arithmetic", {})
-    key = dtype, -(-size // _ROW), rtol, atol
-    if key not in known:
-        if size + sum(one.capacity for one in known.values()) > _MOST_KEPT:
-            known.clear()
-        known[key] = Arithmetic(dtype, size, rtol, atol)
-    return known[key]
+    num_different: int
+    num_zero: int
+    baseline_squares: float
+    dot: float = 0.0
+    squares: float = 0.0
+    sum_abs: float = 0.0
+    sum_rel: float = 0.0
+    largest: float = 0.0
+    largest_rel: float = 0.0
+    num_beyond: int | None = None
+    is_exact: bool = False
 
 
 class Arithmetic:
     """Scratch space for one pair of pieces at a time, and what is done in it; the largest piece has `size` elements."""
 
+    pieces = 1
+    """Of the plain path that are added up together."""
+    bfloat16: np.dtype[Any] | None = None
+    """How bits of bfloat16 may come."""
+
     def __init__(self, dtype: np.dtype[Any], size: int, rtol: float, atol: float) -> None:
         self._dtype = dtype
-        self._is_wide = dtype == _FLOAT64
-        self.capacity = -(-size // _ROW) * _ROW
+        self._is_wide = dtype == FLOAT64
+        self.capacity = -(-size // ROW) * ROW
         self._rtol = rtol
         self._atol = atol
         self._length = 0
@@ -179,27 +180,66 @@ class Arithmetic:
         """
         if not (_is_held(b) and _is_held(c)):
             return None
-        if self._length != (length := -(-len(b) // _ROW) * _ROW):
+        if self._length != (length := -(-len(b) // ROW) * ROW):
             self._cut(length)
         x, y = self._load(b, self._x), self._load(c, self._y)
         part = self._finite(start, len(b), x, y, above)
-        return self._rest(start, len(b), x, y, above) if part is None else part
+        if part is None:
+            part = self._rest(start, len(b), self._values(x, self._x), self._values(y, self._y), above)
+        return part
 
     def _finite(self, start: int, num_elements: int, x: Array, y: Array, above: float) -> DifferenceSums | None:
         """Return the sums if x, y and all that is computed from them are finite and nothing is lost to underflow."""
+        found = self._pass_over(x, y)
+        if found is None:
+            return None
+        part = DifferenceSums()
+        part.num_finite, part.num_nonzero = num_elements, num_elements - found.num_zero
+        b_squares, d_squares = found.baseline_squares, found.squares
+        if not found.num_different:
+            if not part.num_nonzero:
+                return part
+            if not (math.isfinite(b_squares) and (self._is_wide or b_squares >= _SMALLEST_SQUARES)):
+                return None
+            part.dot = part.baseline_squares = part.candidate_squares = b_squares
+            return part
+        if not 0 < found.largest < math.inf:
+            return None
+        if d_squares > b_squares / 4:
+            wide_x, wide_y = self._values(x, self._x), self._values(y, self._y)
+            c_squares, b_dot_c = (_total(self._rows(z), self._rows(wide_y)) for z in (wide_y, wide_x))
+        else:
+            c_squares, b_dot_c = b_squares + 2 * found.dot + d_squares, b_squares + found.dot
+        if not math.isfinite(b_squares + c_squares + b_dot_c + d_squares + found.sum_abs + found.sum_rel) or not (
+            self._is_wide or min(b_squares, c_squares, d_squares) >= _SMALLEST_SQUARES
+        ):
+            return None
+        part.num_different, part.sum_abs, part.sum_squares = found.num_different, found.sum_abs, d_squares
+        part.sum_rel, part.max_rel = found.sum_rel, found.largest_rel
+        part.dot, part.baseline_squares, part.candidate_squares = b_dot_c, b_squares, c_squares
+        # Of differences that were rounded, one that looks as large as the largest can be larger.
+        if found.largest > above if found.is_exact else found.largest >= self._dtype.type(above):
+            self._note_largest(part, start, self._values(x, self._x), self._values(y, self._y), found.largest)
+        if found.num_zero or found.largest_rel * (1 + _MARGIN) > self._rtol:
+            part.num_beyond = self._num_beyond(x, y, found)
+        return part
+
+    def _pass_over(self, x: Array, y: Array) -> Sums | None:
+        """Return what one pass finds, or None where an element is not finite."""
         d, size, ratio = self._d, self._size, self._ratio
         num_different = _count(np.not_equal(x, y, out=self._mask))
-        if not num_different:
-            return self._equal(num_elements, x)
         x_rows, d_rows = self._rows(x), self._d_rows
+        if not num_different:
+            return Sums(
+                0, _count(np.equal(x, 0, out=self._mask)), _total(x_rows, x_rows), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, True
+            )
         np.subtract(y, x, out=d)
         np.vecdot(x_rows, x_rows, out=self._sums[0])
         np.vecdot(x_rows, d_rows, out=self._sums[1])
         np.vecdot(d_rows, d_rows, out=self._sums[2])
         np.absolute(d, out=d)
         np.vecdot(d_rows, self._ones, out=self._sums[3])
-        place = int(d.argmax())
-        largest = float(d[place])
+        largest = float(d[d.argmax()])
         if not 0 < largest < math.inf:
             return None
         np.divide(d, np.absolute(x, out=size), out=ratio)
@@ -212,38 +252,8 @@ class Arithmetic:
                 return None
             np.nan_to_num(ratio, copy=False, posinf=0.0, neginf=0.0)
             sum_rel = _total(self._ratio_rows, self._ones)
-        if d_squares > b_squares / 4:
-            c_squares, b_dot_c = (_total(z, self._rows(y)) for z in (self._rows(y), x_rows))
-        else:
-            c_squares, b_dot_c = b_squares + 2 * b_dot_d + d_squares, b_squares + b_dot_d
-        if not math.isfinite(b_squares + c_squares + b_dot_c + d_squares + sum_abs + sum_rel) or not (
-            self._is_wide or min(b_squares, c_squares, d_squares) >= _SMALLEST_SQUARES
-        ):
-            return None
         largest_rel = float(ratio[ratio.argmax()])
-        part = DifferenceSums()
-        part.num_finite, part.num_different, part.num_nonzero = num_elements, num_different, num_elements - num_zero
-        part.sum_abs, part.sum_squares, part.sum_rel, part.max_rel = sum_abs, d_squares, sum_rel, largest_rel
-        part.dot, part.baseline_squares, part.candidate_squares = b_dot_c, b_squares, c_squares
-        if largest >= d.dtype.type(above):
-            # Of what was subtracted in float64 the first of the largest is the largest.
-            places = [place] if self._is_wide else np.equal(d, largest, out=self._mask).nonzero()[0]
-            self._note_largest(part, start, x, y, places)
-        if num_zero or largest_rel * (1 + _MARGIN) > self._rtol:
-            part.num_beyond = self._num_beyond(x, y, largest)
-        return part
-
-    def _equal(self, num_elements: int, x: Array) -> DifferenceSums | None:
-        squares = _total(self._rows(x), self._rows(x))
-        num_zero = _count(np.equal(x, 0, out=self._mask))
-        if num_zero == num_elements:
-            squares = 0.0
-        elif not math.isfinite(squares) or not (self._is_wide or squares >= _SMALLEST_SQUARES):
-            return None
-        part = DifferenceSums()
-        part.num_finite, part.num_nonzero = num_elements, num_elements - num_zero
-        part.dot = part.baseline_squares = part.candidate_squares = squares
-        return part
+        return Sums(num_different, num_zero, b_squares, b_dot_d, d_squares, sum_abs, sum_rel, largest, largest_rel)
 
     def _rest(self, start: int, num_elements: int, x: Array, y: Array, above: float) -> DifferenceSums | None:
         """Return the sums of x and y, some elements of which are not finite, or None if all are."""
@@ -268,21 +278,26 @@ class Arithmetic:
             part.add_mismatched(count, start + first, *values)
         return part
 
-    @staticmethod
-    def _note_largest(part: DifferenceSums, start: int, x: Array, y: Array, places: Sequence[int] | Array) -> None:
-        """Note the first of the largest differences, which are at some of `places`."""
+    def _note_largest(self, part: DifferenceSums, start: int, x: Array, y: Array, largest: float) -> None:
+        """Note the first of the largest differences."""
+        places = self._places_of(largest, x, y)
         first = places[0]
-        if len(places) > 1:
+        # Of what was subtracted in float64 the first of the largest is the largest.
+        if len(places) > 1 and not self._is_wide:
             first = places[int(np.abs(y[places].astype(np.float64) - x[places].astype(np.float64)).argmax())]
         b, c = float(x[first]), float(y[first])
         part.max_abs, part.worst = abs(c - b), start + int(first)
         part.baseline_at_worst, part.candidate_at_worst = b, c
 
-    def _num_beyond(self, x: Array, y: Array, largest: float) -> int:
+    def _places_of(self, largest: float, x: Array, y: Array) -> Array:
+        """Return where |y - x| in this precision is `largest`."""
+        return np.flatnonzero(np.equal(self._d, largest, out=self._mask))
+
+    def _num_beyond(self, x: Array, y: Array, found: Sums) -> int:
         """Count |d| > atol + rtol * |b| as float64 does."""
         rtol, atol = self._rtol, self._atol
-        margin = 0.0 if self._is_wide else _MARGIN * largest
-        if largest + margin <= atol:
+        margin = 0.0 if self._is_wide else _MARGIN * found.largest
+        if found.largest + margin <= atol:
             return 0
         np.multiply(self._size, rtol, out=self._ratio)
         if self._is_wide:
@@ -294,19 +309,26 @@ class Arithmetic:
         maybe = _count(np.greater(self._ratio, atol - margin, out=self._mask))
         if maybe == 0 or _count(np.greater(self._ratio, atol + margin, out=self._mask)) == maybe:
             return maybe
+        return self._num_beyond_in_float64(x, y)
+
+    def _num_beyond_in_float64(self, x: Array, y: Array) -> int:
         b, c = x.astype(np.float64), y.astype(np.float64)
-        return _count(np.abs(c - b) > np.abs(b) * rtol + atol)
+        return _count(np.abs(c - b) > np.abs(b) * self._rtol + self._atol)
+
+    def _values(self, piece: Array, scratch: Array) -> Array:
+        """Return the numbers of what `_load` returned."""
+        return piece
 
     def _cut(self, length: int) -> None:
         """Make the scratch arrays `length` long, a multiple of the row."""
         if not self._length:
             self._scratch = np.empty((5, self.capacity), dtype=self._dtype)
-            self._ones = np.ones(_ROW, dtype=self._dtype)
+            self._ones = np.ones(ROW, dtype=self._dtype)
         self._length = length
         self._x, self._y, self._d, self._size, self._ratio = self._scratch[:, :length]
         self._d_rows, self._ratio_rows = self._rows(self._d), self._rows(self._ratio)
         self._mask = np.empty(length, dtype=bool)
-        self._partial = np.empty((5, length // _ROW), dtype=self._dtype)
+        self._partial = np.empty((5, length // ROW), dtype=self._dtype)
         self._sums = tuple(self._partial)
 
     def _load(self, piece: Array, scratch: Array) -> Array:
@@ -320,7 +342,7 @@ class Arithmetic:
 
     @staticmethod
     def _rows(array: Array) -> Array:
-        return array.reshape(-1, _ROW)
+        return array.reshape(-1, ROW)
 
 
 def _is_held(piece: Array) -> bool:

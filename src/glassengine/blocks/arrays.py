@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from glassengine.blocks.arithmetic import DifferenceSums, RawDifference, arithmetic_for
+from glassengine.blocks.arithmetic import DifferenceSums, RawDifference
+from glassengine.blocks.paths import arithmetic_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,9 +79,10 @@ def difference_of_arrays(baseline: Array, candidate: Array, *, rtol: float, atol
     b, c = baseline.reshape(-1), candidate.reshape(-1)
     quick = arithmetic_for({b.dtype, c.dtype}, len(b), PIECE_ELEMENTS, rtol, atol)
     total = None
+    most = (quick[0].capacity if quick else 0) or PIECE_ELEMENTS
     with np.errstate(all="ignore"):
-        for start in range(0, len(b), PIECE_ELEMENTS):
-            x, y = b[start : start + PIECE_ELEMENTS], c[start : start + PIECE_ELEMENTS]
+        for start in range(0, len(b), most):
+            x, y = b[start : start + most], c[start : start + most]
             part, above = None, 0.0 if total is None else total.max_abs
             for arithmetic in quick:
                 if (part := arithmetic.partial(start, x, y, above=above)) is not None:

@@ -16,20 +16,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glassengine.blocks.arithmetic import Arithmetic, DifferenceSums, RawDifference, arithmetic_for
+from glassengine.blocks.arithmetic import Arithmetic, DifferenceSums, RawDifference
+from glassengine.blocks.paths import arithmetic_for
 
 # 64 Ki elements in float32 are 256 KiB: a pair of them and what is computed from it stay in or near an L2 cache. Half
 # of it costs a tenth of the speed in calls; twice as much gains little where float32 will do and loses more elsewhere.
 BLOCK_ELEMENTS = 1 << 16
 
 
-def blocks(*tensors: Tensor, device: str | torch.device = "cpu") -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-    """Yield `(start, pieces)`: flat pieces of at most `BLOCK_ELEMENTS` elements, row-major, on `device`.
+def blocks(
+    *tensors: Tensor, device: str | torch.device = "cpu", most: int | None = None
+) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    """Yield `(start, pieces)`: flat pieces, row-major, on `device`.
 
     Args:
         tensors: One or more tensors of one common shape; any strides. Only a piece is ever copied.
         device: Where the pieces are wanted.
+        most: Elements of a piece; `BLOCK_ELEMENTS` when None.
     """
+    most = most or BLOCK_ELEMENTS
     shape = tensors[0].shape
     for other in tensors[1:]:
         if other.shape != shape:
@@ -37,22 +42,22 @@ def blocks(*tensors: Tensor, device: str | torch.device = "cpu") -> Iterator[tup
     tensors = tuple(map(resolved, tensors))
     if all(tensor.is_contiguous() for tensor in tensors):
         parts = [flat(tensor) for tensor in tensors]
-        if 0 < parts[0].numel() <= BLOCK_ELEMENTS:
+        if 0 < parts[0].numel() <= most:
             yield 0, tuple(part.to(device) for part in parts)
             return
-        batch_elements = BLOCK_ELEMENTS << 8
+        batch_elements = most << 8
         for start in range(0, parts[0].numel(), batch_elements):
             # Cut in batches: splitting is several times faster than slicing.
-            batch = (torch.split(part[start : start + batch_elements], BLOCK_ELEMENTS) for part in parts)
+            batch = (torch.split(part[start : start + batch_elements], most) for part in parts)
             for index, cut in enumerate(zip(*batch, strict=True)):
-                yield start + index * BLOCK_ELEMENTS, tuple(piece.to(device) for piece in cut)
+                yield start + index * most, tuple(piece.to(device) for piece in cut)
         return
     if tensors[0].numel() == 0:
         return
     # Cut along the first dimension whose remainder fits, so that every piece is one row-major range.
-    dim = next(d for d in range(len(shape)) if math.prod(shape[d + 1 :]) <= BLOCK_ELEMENTS)
+    dim = next(d for d in range(len(shape)) if math.prod(shape[d + 1 :]) <= most)
     inner = math.prod(shape[dim + 1 :])
-    rows = max(1, BLOCK_ELEMENTS // inner)
+    rows = max(1, most // inner)
     start = 0
     for outer in itertools.product(*(range(size) for size in shape[:dim])):
         for first in range(0, shape[dim], rows):
@@ -194,10 +199,10 @@ def _dot(x: Tensor, y: Tensor) -> float:
     return float(torch.dot(x, y))
 
 
-_SAME_IN_NUMPY = ("float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+_SAME_IN_NUMPY = ("float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
 _PLAIN = {
     **{getattr(torch, name): name for name in _SAME_IN_NUMPY},
-    **dict.fromkeys((torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz), "float32"),
+    **dict.fromkeys((torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e4m3fnuz), "float32"),
     **dict.fromkeys((torch.float8_e5m2, torch.float8_e5m2fnuz, torch.uint16), "float32"),
     torch.uint32: "float64",
 }
@@ -265,10 +270,10 @@ def _difference(
         known = {np.dtype(name) for name in dtypes if name is not None}
         quick = arithmetic_for(known, baseline.numel(), BLOCK_ELEMENTS, rtol, atol)
     with np.errstate(all="ignore"):
-        for start, (b, c) in blocks(baseline, candidate, device=device):
+        for start, (b, c) in blocks(baseline, candidate, device=device, most=quick[0].capacity if quick else None):
             part, above = None, 0.0 if total is None else total.max_abs
             if quick:
-                x, y = _array(b), _array(c)
+                x, y = (_array(side, quick[0].bfloat16) for side in (b, c))
             for arithmetic in quick:
                 if (part := arithmetic.partial(start, x, y, above=above)) is not None:
                     break
@@ -283,10 +288,10 @@ def _difference(
     return RawDifference(baseline.numel(), **vars(total))
 
 
-def _array(piece: Tensor) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return a piece for `arithmetic`: float8 and bfloat16 as the float32 numbers that they are."""
-    name = _PLAIN[piece.dtype]
-    found: np.ndarray[Any, np.dtype[Any]] = (
-        piece if str(piece.dtype) == f"torch.{name}" else piece.to(getattr(torch, name))
-    ).numpy()
+def _array(piece: Tensor, bfloat16: np.dtype[Any] | None) -> np.ndarray[Any, np.dtype[Any]]:
+    """Return a piece for `arithmetic`."""
+    if piece.dtype == torch.bfloat16 and bfloat16 is not None:
+        halves: np.ndarray[Any, np.dtype[Any]] = piece.view(torch.uint16).numpy()
+        return halves.view(bfloat16)
+    found: np.ndarray[Any, np.dtype[Any]] = piece.to(getattr(torch, _PLAIN[piece.dtype])).numpy()
     return found

@@ -154,12 +154,7 @@ class Renamed(SourceWrapper):
 
 
 class WithBatchAxis(SourceWrapper):
-    """A flat record with a dimension for its one row.
-
-    Args:
-        source: The record.
-        flat: Its tensors that get one.
-    """
+    """A flat record with a dimension for its one row."""
 
     def __init__(self, source: SourceWrapper, flat: Sequence[Entry]) -> None:
         super().__init__(source)

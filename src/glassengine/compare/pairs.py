@@ -71,12 +71,7 @@ class PairSpan(NamedTuple):
 
 
 class Pairs(Lazy[MatchedPair]):
-    """Matches in columns: where both tensors are in the entries of their sides, and how they were paired.
-
-    Args:
-        judge: Both sides.
-        rules: Of the map.
-    """
+    """Matches in columns: where both tensors are in the entries of their sides, and how they were paired."""
 
     def __init__(self, judge: PairJudge, rules: TensorMap | None) -> None:
         self._judge, self._rules = judge, rules

@@ -80,12 +80,7 @@ class Noise(NamedTuple):
 
 
 class Roundings:
-    """Counts what both sides have rounded before a tensor is made.
-
-    Args:
-        left: The baseline.
-        right: The candidate.
-    """
+    """Counts what both sides have rounded before a tensor is made."""
 
     def __init__(self, left: TensorSource, right: TensorSource) -> None:
         self._left, self._right = left, right
@@ -186,13 +181,7 @@ def is_small(figures: Figures, allowed: Tolerance, dtype: str) -> bool:
 
 
 def beside_larger(pairs: Packed, chosen: Sequence[MatchedPair], left: SourceWrapper) -> dict[int, str]:
-    """Return the places of small tensors that are as small as the rounding of one beside them -> that one.
-
-    Args:
-        pairs: All verdicts.
-        chosen: What was judged.
-        left: The baseline.
-    """
+    """Return the places of small tensors that are as small as the rounding of one beside them -> that one."""
     small = [i for i in pairs.flagged() if pairs[i].reason == TOO_SMALL]
     larger: dict[int, str] = {}
     by_module: dict[tuple[int, int, tuple[str, str]], list[Entry]] = {}
@@ -314,13 +303,7 @@ class PrecisionTable:
 
 
 def by_drift(sums: DriftSums, *, num_elements: int, is_real: bool) -> Verdict:
-    """Return the verdict on a pair that is beyond tolerance: by what is left of the signal.
-
-    Args:
-        sums: Of the pair.
-        num_elements: That it has.
-        is_real: Whether both sides are real floating numbers.
-    """
+    """Return the verdict on a pair that is beyond tolerance: by what is left of the signal."""
     if not is_real:
         return "wrong"
     return "wrong" if num_elements >= _FEWEST_OF_SIGNAL and sums.noise > LOST * sums.signal else "suspicious"
@@ -350,13 +333,7 @@ NOT_JUDGED = (
 
 
 def rounded_update(match: MatchedPair, left: SourceWrapper, right: SourceWrapper) -> tuple[Hint, ...]:
-    """Return that a parameter differs where its gradients are rounding, and nowhere else.
-
-    Args:
-        match: A pair that was judged wrong.
-        left: The baseline.
-        right: The candidate.
-    """
+    """Return that a parameter differs where its gradients are rounding, and nowhere else."""
     entry, other = match.baseline, match.candidates[0]
     if match.rule is not None or not entry.site.endswith(_PARAMETER):
         return ()
@@ -383,12 +360,6 @@ def not_judged(pairs: Packed, chosen: Sequence[MatchedPair], left: SourceWrapper
     That a gradient is rounding is known from its terms: it differs by no more than rounding can leave of their sum. A
     parameter is off by no more than such steps amount to, and a result by what the differences of its weight and its
     bias make of its input.
-
-    Args:
-        pairs: All verdicts.
-        chosen: What was judged.
-        left: The baseline.
-        right: The candidate.
     """
     by_step: dict[int, list[int]] = {}
     for i in pairs.flagged() if left.metadata.get("gradients") else ():
@@ -411,13 +382,7 @@ def not_judged(pairs: Packed, chosen: Sequence[MatchedPair], left: SourceWrapper
 
 
 class _Updates:
-    """Differences of parameters, each proven to be made of rounding.
-
-    Args:
-        chosen: What was judged.
-        left: The baseline.
-        right: The candidate.
-    """
+    """Differences of parameters, each proven to be made of rounding."""
 
     def __init__(self, chosen: Sequence[MatchedPair], left: SourceWrapper, right: SourceWrapper) -> None:
         self._chosen, self._left, self._right = chosen, left, right

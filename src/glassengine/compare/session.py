@@ -114,12 +114,6 @@ class Answer(NamedTuple):
 class ComparisonSession:
     """Two sources that are open and in one form.
 
-    Args:
-        left: The baseline.
-        right: The candidate.
-        rules: Of the map.
-        options: Of the comparison.
-
     Attributes:
         judge: Of both sides.
         rules: Of the map.

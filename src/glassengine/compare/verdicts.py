@@ -275,13 +275,7 @@ Place = tuple[str, int, int]
 
 
 def apply_cross_pair_rules(found: Packed, chosen: Sequence[MatchedPair], judging: Judging) -> None:
-    """Change the verdicts on single pairs by what several of them say together.
-
-    Args:
-        found: The verdicts.
-        chosen: What was judged.
-        judging: Judges single pairs again.
-    """
+    """Change the verdicts on single pairs by what several of them say together."""
     left, right = judging.sides
     for i, k in _with_right_sums(found, chosen, _partial_sums(left, right)).items():
         found[i] = dataclasses.replace(found[i], verdict=found[k].verdict, reason=ADDED_OTHERWISE)
@@ -306,10 +300,6 @@ def _partial_sums(left: SourceWrapper, right: SourceWrapper) -> dict[Place, Plac
     """Return where the baseline has a sum over some of the microbatches of an update -> where it has that over all.
 
     Of runs that do not say that they are of several microbatches, nothing is returned.
-
-    Args:
-        left: The baseline.
-        right: The candidate.
     """
     counts = (side.metadata.get("microbatches") for side in (left, right))
     count = max((number for number in counts if isinstance(number, int)), default=1)
@@ -326,13 +316,7 @@ def _partial_sums(left: SourceWrapper, right: SourceWrapper) -> dict[Place, Plac
 
 
 def _with_right_sums(pairs: Packed, judged: Sequence[MatchedPair], sums: Mapping[Place, Place]) -> dict[int, int]:
-    """Return the numbers of flagged pairs that are such sums -> that of the right pair with the sum over all.
-
-    Args:
-        pairs: All verdicts.
-        judged: What was judged.
-        sums: What `_partial_sums` returns.
-    """
+    """Return the numbers of flagged pairs that are such sums -> that of the right pair with the sum over all."""
     flagged = [i for i in pairs.flagged() if judged[i].baseline.place in sums] if sums else []
     wanted = {sums[judged[i].baseline.place] for i in flagged}
     right = {}
@@ -344,12 +328,7 @@ def _with_right_sums(pairs: Packed, judged: Sequence[MatchedPair], sums: Mapping
 
 
 def shared_gradients(pairs: Packed, judged: Sequence[MatchedPair]) -> list[list[int]]:
-    """Return the numbers of flagged pairs that the baseline has as one gradient and the candidate as several.
-
-    Args:
-        pairs: All verdicts.
-        judged: What was judged.
-    """
+    """Return the numbers of flagged pairs that the baseline has as one gradient and the candidate as several."""
     if not any(is_share(pairs[i]) for i in pairs.flagged()):
         return []
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
@@ -369,10 +348,6 @@ def shares(pairs: Packed, judged: Sequence[MatchedPair]) -> dict[int, list[int]]
     """Return the numbers of flagged pairs that may be a module's share -> those of right pairs that may be the sum.
 
     In the baseline both are one gradient: a share that is wrong would make the sum wrong.
-
-    Args:
-        pairs: All verdicts.
-        judged: What was judged.
     """
     flagged = [i for i in pairs.flagged() if is_share(pairs[i]) and _is_given(judged[i])]
     if not flagged:

@@ -40,15 +40,7 @@ _MOST_AHEAD = 16
 
 
 class LiveStep:
-    """One step of a running model, as a source of tensors.
-
-    Args:
-        name: Of the side.
-        metadata: Of the model.
-        step: Number.
-        tensors: By their sites, in order of execution.
-        left_out: Tensors without values.
-    """
+    """One step of a running model, as a source of tensors."""
 
     complete = True
 
@@ -77,9 +69,6 @@ class KeptOnce(Generic[_Kept]):
     """What is kept of each tensor of a step.
 
     What one module returns the next is given: it is kept and compared once, unless it was written to in between.
-
-    Args:
-        keep: Makes what is kept.
     """
 
     def __init__(self, keep: Callable[[Tensor], _Kept]) -> None:
@@ -159,9 +148,6 @@ class StepRecorder(Recorder):
 
 class StepComparison:
     """Compares steps until one is not ok.
-
-    Args:
-        options: Of `compare`.
 
     Attributes:
         num_steps: Steps that were compared.

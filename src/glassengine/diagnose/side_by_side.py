@@ -187,7 +187,7 @@ def _time(
             index = (place + turn) % len(engines)
             session = engines[index].session(ids.shape[0], ids.shape[1] + len(tokens))
             start = time.perf_counter()
-            session.prefill(ids, mask)
+            session.prefill(ids, mask, keep=False)
             prefills[index].append(time.perf_counter() - start)
             for chosen in tokens[:-1]:
                 start = time.perf_counter()

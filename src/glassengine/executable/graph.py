@@ -388,5 +388,8 @@ def add_source(source: Callable[[], Observer | None]) -> None:
 
 def observers() -> tuple[Observer, ...]:
     """Return who looks now; the environment is asked each time, so that a loop may turn its variables on and off."""
-    found = tuple(observer for source in _sources if (observer := source()) is not None)
-    return (*_attached, *found) if found else _attached
+    found = _attached
+    for source in _sources:
+        if (observer := source()) is not None:
+            found = (*found, observer)
+    return found

@@ -374,12 +374,7 @@ class Reference:
 
 
 class SameBits(Reference):
-    """The reference of a tensor of which every side has the bits of the baseline's own run: nothing is measured.
-
-    Args:
-        native: The tensor.
-        valid: As for `Reference`.
-    """
+    """The reference of a tensor of which every side has the bits of the baseline's own run: nothing is measured."""
 
     def __init__(self, native: torch.Tensor, valid: torch.Tensor | None) -> None:
         known = NOTHING if valid is None else KnownValues({PADDING: ~valid.expand(native.shape)})

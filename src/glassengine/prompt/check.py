@@ -60,13 +60,6 @@ def compare_in(
 ) -> PromptComparison:
     """Compare two sides that a worker opens.
 
-    Args:
-        workers: One process, which runs `worker.answer`.
-        baseline: As for `check_prompt`.
-        candidate: As for `check_prompt`.
-        texts: Are tried beside the probes.
-        python: As for `check_prompt`.
-
     Raises:
         UsageError: As for `check_prompt`.
         BackendError: The process of a side has ended.

@@ -30,11 +30,7 @@ _MOST_BYTES = 64 << 20
 
 
 class Directory(PromptSide):
-    """Tokenizer, processors and checkpoint as transformers loads them; code in the directory is never run.
-
-    Args:
-        path: Of the directory.
-    """
+    """Tokenizer, processors and checkpoint as transformers loads them; code in the directory is never run."""
 
     engine = "transformers"
     weighs = True
@@ -114,11 +110,7 @@ class Directory(PromptSide):
 
 
 class SentencepieceFile(PromptSide):
-    """A sentencepiece model as a side: it never reads special text as special.
-
-    Args:
-        path: Of the file.
-    """
+    """A sentencepiece model as a side: it never reads special text as special."""
 
     def __init__(self, path: Path) -> None:
         import sentencepiece

@@ -187,11 +187,6 @@ def worker_in(python: str | Path | None) -> Processes:
 class RemoteSide(PromptSide):
     """A side in the process of a comparison.
 
-    Args:
-        name: "baseline" or "candidate".
-        spec: What a user writes.
-        workers: The process, which runs `answer`.
-
     Raises:
         GlassError: The files cannot be read, or ended the process.
     """

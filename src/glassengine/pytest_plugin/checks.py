@@ -47,12 +47,7 @@ class NotOk(AssertionError):
 
 
 class Checks:
-    """Comparisons of one test.
-
-    Args:
-        item: The test.
-        folder: A directory of its own.
-    """
+    """Comparisons of one test."""
 
     def __init__(self, item: pytest.Item, folder: Path) -> None:
         self._item = item

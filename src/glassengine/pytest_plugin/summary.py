@@ -14,11 +14,7 @@ LOG = "glass.sarif"
 
 
 class PluginSummary:
-    """Collects what tests leave in their reports, which workers send.
-
-    Args:
-        config: Of the run.
-    """
+    """Collects what tests leave in their reports, which workers send."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config

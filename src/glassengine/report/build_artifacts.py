@@ -28,13 +28,7 @@ _MAX_DIFF_BYTES = 200_000
 
 
 def network_text(network: Network, backend: str, sites: Mapping[str, Sequence[str]]) -> str:
-    """Return the listing: one statement per layer, in a comment above it the names of layer, nodes and sites.
-
-    Args:
-        network: What the back-end made.
-        backend: Its name.
-        sites: FX node -> its sites.
-    """
+    """Return the listing: one statement per layer, in a comment above it the names of layer, nodes and sites."""
     lines = [_HEAD.format(backend=backend, note=network.note), ""]
     for tensor in network.inputs:
         lines += [
@@ -109,12 +103,7 @@ def _identifier(name: str) -> str:
 
 
 def index_page(directory: Path, manifest: Mapping[str, Any]) -> str:
-    """Return the page for the artifacts in `directory`.
-
-    Args:
-        directory: Where the files of `manifest` are.
-        manifest: Content of `manifest.json`.
-    """
+    """Return the page for the artifacts in `directory`."""
     environment = Environment(
         loader=PackageLoader("glassengine.report", "html"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )

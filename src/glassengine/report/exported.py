@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.errors import BackendError, UsageError, nearest
+from glassengine.extensions import require_package
 from glassengine.reading.files import open_regular, printable, read_bytes, shown
 from glassengine.report.words import headline, result_line
 from glassengine.results import VERDICTS, Comparison, Pair
-from glassengine.results.notebook import needed, verdict_rows
+from glassengine.results.notebook import color_of, needed, worst_rows
 from glassengine.results.report import WrittenReport
 from glassengine.results.stored import read_comparisons
 from glassengine.writing import aside, local
@@ -143,11 +144,7 @@ def write_onnx(result: Comparison, model: Path, target: Path, *, overwrite: bool
     """
     if target.exists() and (not overwrite or target.samefile(model)):
         raise UsageError("a file is not replaced", got=shown(target), hint="another name, or --overwrite")
-    try:
-        import onnx
-    except ImportError as error:
-        hint = "pip install 'glassengine[onnx]'"
-        raise BackendError("an ONNX file cannot be read here", got=str(error), hint=hint) from error
+    onnx = require_package("onnx", "an ONNX file cannot be read here", "pip install 'glassengine[onnx]'", BackendError)
     copy = onnx.ModelProto()
     try:
         copy.ParseFromString(read_bytes(model, most=_MOST_ONNX_BYTES))
@@ -314,14 +311,14 @@ def drawn(result: Comparison) -> Any:
             draw.text((_LEFT, top), line, font=font, fill="#1a1a1a")
             top += round(size * 1.25)
         top += round(size * 0.4)
-    rows = verdict_rows(result)
+    rows = worst_rows(result)
     top, height = _MAP[0], _MAP[1] / max(len(rows), 1)
     for y, row in enumerate(rows):
         width = _WIDTH / len(row)
-        for x, (_, verdict) in enumerate(row):
-            if verdict:
+        for x, (_, pair) in enumerate(row):
+            if pair is not None:
                 left, up = _LEFT + x * width, top + y * height
-                draw.rectangle((left, up, left + width - 1, up + height - 1), fill=COLORS[verdict])
+                draw.rectangle((left, up, left + width - 1, up + height - 1), fill=color_of(pair))
     draw.text((_LEFT, SIZE[1] - 44), "Glass Engine", font=ImageFont.load_default(_SMALL), fill="#666666")
     return image
 

@@ -426,7 +426,6 @@ def _nonfinite(result: Replayed) -> Iterator[Text]:
 def _bisection(found: Bisection) -> Iterator[Text]:
     if found.failure is None:
         return
-    yield Text(f"what is wrong: {found.message}", style="bold")
     for op in found.ops[:_MAX_OPS]:
         module = "" if op.module == "." else f" in {op.module}"
         yield Text(f"  op       {op.op}{module}" + (f"  {op.source}" if op.source else ""))

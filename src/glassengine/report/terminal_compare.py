@@ -65,18 +65,23 @@ def comparison(result: Comparison, command: Sequence[str] = ()) -> RenderableTyp
         listed = [pair for pair in listed if pair.verdict == "wrong"]
     # There may be more than fit into memory as objects.
     shown = heapq.nlargest(len(listed) if is_whole else MAX_PAIRS, listed, key=severity)
+    if not is_whole:
+        shown = [pair for pair in shown if pair.verdict != "identical"] or shown
+    spare: list[RenderableType] = [] if is_whole else [Text()]
     if shown:
         parts += [_pairs(shown), *_remarks(shown)]
     if len(listed) > len(shown):
         rest = Counter(_by_verdict(listed))
         rest.subtract(pair.verdict for pair in shown)
         counted = ", ".join(f"{rest[name]} {name}" for name in reversed(VERDICTS) if rest[name])
-        parts.append(Text(f"... and {len(listed) - len(shown)} more: {counted} (--json has all)"))
+        # The counts stand above, too.
+        spare.append(Text(f"... and {len(listed) - len(shown)} more: {counted} (--json has all)"))
+        parts.append(spare[-1])
     for pair in shown if is_whole else shown[:1]:
         if (is_whole or pair.verdict != "identical") and pair.baseline is not None and pair.candidate is not None:
             parts += [Text(), _statistics(pair, pair.baseline, pair.candidate)]
-    parts += notes(result)
-    return Screen(*parts)
+            spare.append(parts[-1])
+    return Screen(*parts, *notes(result), spare=[] if is_whole else [part for part in spare if part in parts])
 
 
 def _by_verdict(pairs: Sequence[Pair]) -> dict[str, int]:

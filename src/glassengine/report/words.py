@@ -92,6 +92,11 @@ def headline(result: Comparison) -> Headline:
     return Headline(mark, f"every difference is explained by {cause}{tie}")
 
 
+def sentence(text: str) -> str:
+    """Return a sentence of a page."""
+    return f"{text[:1].upper()}{text[1:]}."
+
+
 def level(name: str) -> str:
     """Return what a level is called on a screen."""
     return {"candidate, untouched": "candidate as it runs", "program": "exported program"}.get(name, name)
@@ -256,12 +261,7 @@ def rollout_tokens(found: RolloutComparison) -> str:
 
 
 def cost_line(cost: Quantization, results: Sequence[ResultComparison]) -> str:
-    """Return what the rounded weights of a file cost: the engine's results beside the checkpoint's.
-
-    Args:
-        cost: Of all weights together.
-        results: Of the comparison.
-    """
+    """Return what the rounded weights of a file cost: the engine's results beside the checkpoint's."""
     text = f"the file against the checkpoint: {cost.logits_snr_db:.1f} dB"
     if cost.token_agreement is not None and cost.kl is not None:
         same = round(cost.token_agreement * cost.num_tokens)
@@ -328,7 +328,7 @@ def replay_sentence(result: Replayed) -> str:
         found = result.bisection
         if found.failure is None:
             return f"{found.backend} does not break this graph"
-        return f"{found.backend} breaks {len(found.ops)} of {found.num_ops} ops: {found.failure}"
+        return f"{found.backend} breaks {len(found.ops)} of {found.num_ops} ops: {found.message or found.failure}"
     if result.comparison is not None:
         return f"worst verdict {result.comparison.verdict}"
     if result.first_nonfinite is not None:

@@ -182,9 +182,6 @@ Heated = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 class Tokens:
     """The tokens of the responses of some samples, one after the other.
 
-    Args:
-        samples: Some.
-
     Attributes:
         ids: Of each token.
         engine: What was reported for it; NaN where nothing was.

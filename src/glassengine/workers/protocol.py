@@ -57,11 +57,7 @@ class Workers(Protocol):
 
 
 class InProcess:
-    """This process.
-
-    Args:
-        function: Of one argument.
-    """
+    """This process."""
 
     count = 1
 

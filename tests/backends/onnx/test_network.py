@@ -97,6 +97,16 @@ def test_layer_called_like_a_node_yields_its_value(
     assert judged >= least
 
 
+def test_keys_that_heads_share_are_not_repeated(
+    program_of: Callable[..., Program], converted: Callable[[str], Path]
+) -> None:
+    program = program_of("llama")
+    layers = list_network(converted("llama"), program, "a runtime").layers
+    assert {node for layer in layers for node in layer.nodes} <= {node.name for node in program.graph.nodes}
+    scores = [layer.outputs[0].shape for layer in layers if layer.operation == "Softmax"]
+    assert scores == ["[batch, 2, 2*sequence, cache]"] * len(scores) and len(scores) > 1
+
+
 def test_handles_stay_out_of_the_program(program_of: Callable[..., Program], converted: Callable[[str], Path]) -> None:
     program = program_of("vision")
     assert b"glass node conv2d" in converted("vision").read_bytes()

@@ -18,6 +18,7 @@ from glassengine.cli.main import main
 from glassengine.diagnose.ladder.levels import add_op_by_op, start
 from glassengine.judge.site_pairs import pair_sites
 from glassengine.program import load_inputs, load_model
+from glassengine.program.representation.kept_logits import KEPT
 from glassengine.progress import silent
 from glassengine.results import Comparison
 from glassengine.testing import models
@@ -44,6 +45,22 @@ class PlantedBackend(EagerBackend):
     def load(self, directory: Path, weights: Any) -> Any:
         run = super().load(directory, weights)
         return lambda inputs: self.changed(inputs, run(inputs))
+
+
+class LastAloneWrong(PlantedBackend):
+    """Planted: the logits of a prompt's last token are wrong where no others are made."""
+
+    def changed(self, inputs: Any, outputs: Any) -> Any:
+        is_alone = len(inputs[KEPT]) < inputs["input_ids"].shape[1]
+        return {n: v + 0.1 * v.roll(1, -1) if n == "logits" and is_alone else v for n, v in outputs.items()}
+
+
+def test_logits_are_judged_as_a_generation_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, LastAloneWrong)
+    result = glass.check(models.llama(), backend="planted")
+    found = result.first_divergence
+    assert found is not None and (found.level, found.step) == ("release", 0)
+    assert found.site.startswith("lm_head")
 
 
 def use(monkeypatch: pytest.MonkeyPatch, backend: type[PlantedBackend]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import weakref
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+import glassengine as glass
 from glassengine.engine import Engine, build_program
+from glassengine.engine.build.build import settings_of
+from glassengine.engine.build.write import write_engine
 from glassengine.engine.prompts import pad_left
 from glassengine.engine.session import session as session_module
 from glassengine.errors import UnknownNameError, UsageError
@@ -52,6 +56,31 @@ def test_decode_takes_columns_too(engine: Engine) -> None:
     for session in (a, b):
         session.prefill(torch.tensor([[5, 6]]))
     assert torch.equal(a.decode(torch.tensor([7])), b.decode(torch.tensor([[7]])))
+
+
+@pytest.mark.parametrize("name", [*NAMES, "frozen_engine"])
+def test_a_prefill_without_readers_makes_the_last_logits_alone(name: str, request: pytest.FixtureRequest) -> None:
+    engine = request.getfixturevalue(name)
+    ids, mask = pad_left(ROWS, 0)
+    all_logits = engine.session(2, 8).prefill(ids, mask)
+    for chunk in (None, 4):
+        session = engine.session(2, 8)
+        found = session.prefill(ids, mask, keep=False, chunk=chunk)
+        assert found.shape == (2, 1, all_logits.shape[2])
+        torch.testing.assert_close(found, all_logits[:, -1:], rtol=1e-5, atol=1e-5)
+        assert session.decode(found[:, -1].argmax(-1)).shape == found.shape
+    assert engine.session(2, 8, debug=["logits"]).prefill(ids, mask, keep=False).shape == all_logits.shape
+
+
+def test_an_engine_without_the_input_makes_all_logits(program: Program, tmp_path: Path) -> None:
+    """As those that were built before."""
+    settings = dataclasses.replace(settings_of(program, "eager"), all_logits=True)
+    write_engine(program, tmp_path, "old", settings, None)
+    engine = glass.load(tmp_path)
+    assert not engine.makes_kept_logits
+    ids, mask = pad_left(ROWS, 0)
+    assert engine.session(2, 8).prefill(ids, mask, keep=False).shape[1] == 6
+    assert engine.generate(input_ids=ROWS, max_new_tokens=2).num_steps == 2
 
 
 def test_single_token_prompt(engine: Engine, model: Any) -> None:

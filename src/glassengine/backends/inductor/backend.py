@@ -25,14 +25,9 @@ import torch
 
 from glassengine import environment
 from glassengine.accelerators import require_device
-from glassengine.backends.inductor.rewrites import (
-    node_of,
-    of_one_token,
-    one_token_shapes,
-    with_grouped_queries,
-    with_plain_attention,
-)
+from glassengine.backends.inductor.rewrites import of_one_token, one_token_shapes
 from glassengine.backends.inductor.settings import flags_in_effect, read_flags, use_private_directory
+from glassengine.backends.protocol.attention import node_of, with_grouped_queries, with_plain_attention
 from glassengine.backends.protocol.backend import (
     BATCH_INVARIANT,
     Availability,

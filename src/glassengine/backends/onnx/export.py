@@ -37,7 +37,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, TensorArgument
 
 from glassengine.backends.onnx.network import mark_nodes, name_layers
+from glassengine.backends.protocol.attention import with_grouped_queries
 from glassengine.backends.protocol.backend import Capabilities
+from glassengine.backends.protocol.io import device_of
 from glassengine.errors import BackendError, first_line
 from glassengine.program.onnx.file import fill
 from glassengine.program.onnx.session import with_outputs
@@ -148,6 +150,8 @@ def export_onnx(program: Program, directory: Path) -> None:
         _write_source(program.onnx, [program.output_nodes[name] for name in result_names(program)], directory)
         return
     functional = functional_form(program)
+    if device_of(program) == "cpu":
+        functional = functional.replace(with_grouped_queries(functional.exported))
     _refuse_dropout(functional)
     mark_nodes(functional.graph)
     inputs = [port.name for port in functional.inputs]

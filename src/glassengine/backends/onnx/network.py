@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from glassengine.backends.protocol.attention import node_of
 from glassengine.backends.protocol.backend import Layer, Network, NetworkTensor
 from glassengine.errors import CorruptError
 from glassengine.program.onnx.file import MAX_BYTES
@@ -66,7 +67,7 @@ def name_layers(graph: Any, converted: torch.fx.Graph, program: Program) -> None
     results = dict(zip(map(id, graph.outputs), (node.name for node in _results(converted)), strict=True))
     origin = {node.name: _handle(node.meta.get("stack_trace")) for node in converted.nodes}
     # A node may have become several; the last of them yields its value.
-    last = {node: name for name, node in origin.items() if node in nodes}
+    last = {node: name for name, node in origin.items() if node in nodes and node_of(node) == node}
     values = {node.name: node.meta.get("val") for node in converted.nodes}
     yields = {name: node for node, name in last.items() if _same_kind(values[name], nodes[node].meta["val"])}
     counts: Counter[tuple[str, str]] = Counter()
@@ -74,13 +75,13 @@ def name_layers(graph: Any, converted: torch.fx.Graph, program: Program) -> None
     for layer in graph:
         names = [results.get(id(value), value.name) for value in layer.outputs]
         whole = next((yields[name] for name in names if name in yields), None)
-        node = whole or _handle(layer.metadata_props.get("pkg.torch.onnx.stack_trace"))
+        node = whole or node_of(_handle(layer.metadata_props.get("pkg.torch.onnx.stack_trace")))
         if whole is not None and whole not in taken:
             layer.name = whole
             taken.add(whole)
         else:
-            layer.name = f"{node or 'shared'}/{layer.op_type}_{counts[node or '', layer.op_type]}"
-            counts[node or "", layer.op_type] += 1
+            layer.name = f"{node or 'shared'}/{layer.op_type}_{counts[node, layer.op_type]}"
+            counts[node, layer.op_type] += 1
         if node:
             layer.metadata_props[NODE_KEY] = node
 
@@ -89,9 +90,9 @@ def _results(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     return [node for node in graph.output_node().args[0] if isinstance(node, torch.fx.Node)]  # type: ignore[union-attr]
 
 
-def _handle(stack_trace: str | None) -> str | None:
+def _handle(stack_trace: str | None) -> str:
     found = _HANDLE.search(stack_trace or "")
-    return found[1] if found else None
+    return found[1] if found else ""
 
 
 def _same_kind(one: Any, other: Any) -> bool:

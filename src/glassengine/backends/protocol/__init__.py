@@ -1,1 +1,1 @@
-"""The interface of back-ends: availability, capabilities, build, load; devices, and the order of inputs and outputs."""
+"""The interface of back-ends: availability, capabilities, build, load; devices, order of inputs, attention."""

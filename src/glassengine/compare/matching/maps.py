@@ -117,10 +117,6 @@ def load_map(source: str | Path | Mapping[str, Any] | TensorMap) -> TensorMap:
 def parse_map(data: object, where: str) -> TensorMap:
     """Return the map that `data` describes.
 
-    Args:
-        data: What JSON says.
-        where: Where that is, for messages.
-
     Raises:
         UsageError: It is not a map; carries the nearest names.
     """

@@ -57,11 +57,6 @@ def match(left: TensorSource, right: TensorSource, rules: TensorMap | None = Non
 class Matcher:
     """Pairs the tensors of two sides, of all steps or of some: names are looked at once.
 
-    Args:
-        left: The baseline.
-        right: The candidate.
-        rules: Of the map.
-
     Raises:
         UsageError: A rule names nothing, or is ambiguous.
     """

@@ -41,11 +41,7 @@ class Remark(NamedTuple):
 
 
 class SourceWrapper:
-    """A source, unchanged; see `TensorSource`.
-
-    Args:
-        source: The source.
-    """
+    """A source, unchanged; see `TensorSource`."""
 
     is_assembled = False
     """Whether its tensors are put together from parts of several ranks."""
@@ -174,12 +170,7 @@ class Printed(SourceWrapper):
 
 
 class OfRank(SourceWrapper):
-    """One of several processes.
-
-    Args:
-        source: Of all.
-        rank: Of the process.
-    """
+    """One of several processes."""
 
     def __init__(self, source: TensorSource, rank: int) -> None:
         super().__init__(source)

@@ -26,13 +26,7 @@ _MAX_TRIED = 64
 
 
 def rank_hints(source: AssembledRanks, entry: Entry, whole: Tensor) -> tuple[Hint, ...]:
-    """Return what explains that `entry` is not `whole`: a reduction that is missing, an order, a rank, a bias.
-
-    Args:
-        source: Has `entry`.
-        entry: A tensor that was judged wrong.
-        whole: Its counterpart.
-    """
+    """Return what explains that `entry` is not `whole`: a reduction that is missing, an order, a rank, a bias."""
     judged = source.tensor(entry)
     if judged.shape != whole.shape or whole.dtype is torch.bool or whole.is_complex():
         return ()
@@ -353,13 +347,7 @@ def rank_and_hints(
 
 
 def of_parts(side: AssembledRanks, entry: Entry, whole: Tensor) -> tuple[int | None, tuple[Hint, ...]]:
-    """Return the rank that has its part of a tensor wrong, None where all that have it do; and hints.
-
-    Args:
-        side: Of several ranks.
-        entry: One of its entries.
-        whole: What its parts should make.
-    """
+    """Return the rank that has its part of a tensor wrong, None where all that have it do; and hints."""
     absent = _absent(side, entry)
     if absent and side.tensor(entry).shape != whole.shape:
         named, around = ", ".join(map(str, absent)), _around(entry.site)

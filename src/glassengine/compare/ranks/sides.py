@@ -139,12 +139,7 @@ _Key = tuple[int, str]
 
 
 class ReshardedRanks(SourceWrapper):
-    """A source of several ranks as one of a single rank, in the places in which another source agrees with it.
-
-    Args:
-        source: Of several ranks.
-        other: Of several ranks, spread otherwise.
-    """
+    """A source of several ranks as one of a single rank, in the places in which another source agrees with it."""
 
     def __init__(self, source: TensorSource, other: TensorSource) -> None:
         super().__init__(source)

@@ -445,14 +445,7 @@ def subject_of(model: LoadedModel, inputs: Sequence[Mapping[str, Any]] | None) -
 def prove_batch_invariant(
     directory: str | Path, inputs: str | Mapping[str, Any] | None = None, *, num_batches: int = 200, seed: int = 0
 ) -> BatchProof:
-    """Compare every row of random batches, in random order, with the row alone, bit for bit.
-
-    Args:
-        directory: Of an engine.
-        inputs: As for `check_invariant`.
-        num_batches: How many batches are drawn.
-        seed: Of the draw.
-    """
+    """Compare every row of random batches, in random order, with the row alone, bit for bit."""
     given = load_inputs(inputs)[0] if isinstance(inputs, str) else inputs
     subject = EngineSubject(load(directory), given)
     draw = random.Random(seed)  # noqa: S311 - no secret

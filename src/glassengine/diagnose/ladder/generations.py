@@ -344,15 +344,7 @@ def start_with_images(
 def _cases(
     model: LoadedModel, inputs: Inputs, image: torch.Tensor, num: int, steps: int
 ) -> list[tuple[Case, torch.Tensor | None]]:
-    """Return the cases, each with the pixel values of its images; None for text alone.
-
-    Args:
-        model: As for `start_with_images`.
-        inputs: Likewise.
-        image: A made-up one.
-        num: Its features.
-        steps: As for `start_with_images`.
-    """
+    """Return the cases, each with the pixel values of its images; None for text alone."""
     if isinstance(inputs, str):
         return [(case, None) for case in causal_cases(model, inputs, steps)]
     if inputs is not None:

@@ -193,11 +193,6 @@ def reproduce_bisection(directory: Path, bisection: Bisection, piece: Piece) -> 
     """Write a test of the smallest piece that a back-end breaks, and return `bisection` with the name of its directory.
 
     Where it cannot be written, or nothing but Glass Engine can run the back-end, that is logged.
-
-    Args:
-        directory: See `reproduction_files.require_free`.
-        bisection: Found a failure.
-        piece: The piece.
     """
     expected = expected_of(piece)
     exact, allowed = [one.reference.exact for one in expected], [_allowed(one.reference) for one in expected]

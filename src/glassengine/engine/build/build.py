@@ -242,6 +242,7 @@ def build(
         notes=(note,) if note else (),
         quantize=quantize,
         batch_invariant=batch_invariant,
+        all_logits=isinstance(chosen, TakingModels),
     )
     if note:
         logger.warning("%s", note)
@@ -414,11 +415,6 @@ def compiled_beside(program: Program, backend: str | None, **sizes: Any) -> Iter
 
     None where this would gain nothing, or where this process is not a command alone: what else it has changed in the
     compiler is not known.
-
-    Args:
-        program: With weights.
-        backend: As in `build`.
-        sizes: As in `build_program`.
 
     Raises:
         BackendError: As `build`.

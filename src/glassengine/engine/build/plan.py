@@ -30,7 +30,8 @@ class BuildSettings:
     """What a build was asked for beside the program; see `build`.
 
     `implicit_outputs` adds what TRTLLM_ADD_OUTPUT says and the taps of a plain module. `reloadable` says that the
-    weights can be loaded again from the checkpoint, unchanged and without running code.
+    weights can be loaded again from the checkpoint, unchanged and without running code. `all_logits` says that a step
+    makes the logits of all its tokens.
     """
 
     backend: str | None = None
@@ -47,6 +48,7 @@ class BuildSettings:
     device: str = "cpu"
     quantize: str | None = None
     batch_invariant: bool = False
+    all_logits: bool = False
 
 
 @dataclass(frozen=True)

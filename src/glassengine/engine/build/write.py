@@ -31,12 +31,14 @@ from glassengine.program.parallel.placements import Mesh
 from glassengine.program.parallel.plan import ShardPlan, plan_ranks
 from glassengine.program.parallel.rewrite import program_of, weight_placements
 from glassengine.program.parallel.stages import cut_stages, require_layers
+from glassengine.program.representation.kept_logits import SIZE, with_kept_logits
 from glassengine.program.representation.listing import stage_of
 from glassengine.program.representation.outputs import add_outputs
 from glassengine.program.representation.program import (
     FIXED_INPUTS,
     GRAPH_LEVEL,
     SMALLEST,
+    Port,
     copied_graph,
     rebuilt,
     without_dead_weights,
@@ -94,7 +96,7 @@ def write_engine(
         artifacts.options(backend, built, _options(settings))
     (directory / files.MAIN).mkdir()
     progress(Work.COMPILING.says(f"compiling {name} with {backend.name}"))
-    graph = captured_program(executed)
+    graph = captured_program(built)
 
     def make(path: Path) -> None:
         if made.compiled is not None:
@@ -106,7 +108,7 @@ def write_engine(
 
     compile_executable(f"{name}/main", make, directory / files.MAIN, graph)
     if artifacts is not None:
-        artifacts.network(backend, executed, directory / files.MAIN)
+        artifacts.network(backend, built, directory / files.MAIN)
     progress(Work.WRITING.says(f"writing {name}"))
     # The executable of an ONNX file is that file again, with its weights.
     write_all = not (backend.keeps_weights(program) and (settings.reloadable or program.onnx is not None))
@@ -122,6 +124,7 @@ def write_engine(
         name,
         settings,
         model,
+        built.inputs,
         added_outputs=added,
         left_out=left_out,
         weights="all" if write_all else "constants",
@@ -131,9 +134,13 @@ def write_engine(
 
 
 def for_compiler(program: Program, settings: BuildSettings) -> Program:
-    """Return a program with what a back-end asks of a build."""
+    """Return a program as a back-end is given it: with what it asks of a build, and with the input `KEPT`."""
+    # What is proven of the rows of a batch-invariant engine is proven of prompts with all their logits.
+    has_all = settings.all_logits or settings.batch_invariant or program.onnx is not None
+    if program.layout is not None and not has_all:
+        program = with_kept_logits(program)
     length = settings.max_seq_len or 1
-    sizes = {"batch": settings.max_batch_size, "cache": length, "sequence": length}
+    sizes = {"batch": settings.max_batch_size, "cache": length, "sequence": length, SIZE: length}
     largest = sizes if program.layout is not None else {}
     asked = {LARGEST: largest, DEVICE: settings.device, BATCH_INVARIANT: settings.batch_invariant}
     return dataclasses.replace(program, metadata={**program.metadata, **asked})
@@ -152,11 +159,12 @@ def write_description(
     name: str,
     settings: BuildSettings,
     model: LoadedModel | None,
+    inputs: Sequence[Port],
     **facts: Any,
 ) -> None:
     """Write configuration and tokenizer of the model, and the manifest of all that lies in `directory` by then.
 
-    `facts` are the fields of `Manifest` that nothing else tells.
+    `inputs` are those of the executable, `facts` the fields of `Manifest` that nothing else tells.
     """
     tokenizer = False
     if model is not None:
@@ -183,7 +191,7 @@ def write_description(
         vocab_size=_vocab_size(program),
         kv_layout=program.layout.layers if program.layout is not None else (),
         caches=program.caches,
-        inputs=tuple(TensorEntry(port.name, port.node, port.dtype, port.shape) for port in program.inputs),
+        inputs=tuple(TensorEntry(port.name, port.node, port.dtype, port.shape) for port in inputs),
         outputs=_results(program),
         ranges={} if is_causal_lm else _ranges(program),
         fixed_inputs=dict(program.metadata.get(FIXED_INPUTS, {})),
@@ -357,6 +365,7 @@ def write_ranks(
     plan = plan_of(program, model, mesh)
     _, added, left_out = planned_outputs(program, settings)
     alone = dataclasses.replace(settings, implicit_outputs=False, passes=(), reloadable=False, notes=())
+    alone = dataclasses.replace(alone, all_logits=True)
     for rank, part in rank_programs(program, plan, mesh):
         alone = dataclasses.replace(alone, add_output=_outputs_of(part, added))
         progress(Work.COMPILING.says(f"rank {rank} of {mesh.size}", rank, mesh.size))
@@ -375,6 +384,7 @@ def write_ranks(
         name,
         dataclasses.replace(settings, notes=notes),
         model,
+        program.inputs,
         added_outputs=(),
         left_out=left_out,
         weights="all",

@@ -37,6 +37,7 @@ from glassengine.executable.graph import captured_program
 from glassengine.executable.run.executable import load_executable
 from glassengine.program.kinds.encoder_decoder import SOURCE_MASK
 from glassengine.program.kinds.image_text import FEATURES
+from glassengine.program.representation.kept_logits import with_kept_logits
 from glassengine.program.representation.stored import load_names
 from glassengine.reading.copies import here
 from glassengine.results import notebook
@@ -297,7 +298,8 @@ def open_engine(found: StoredEngine, *, trust: bool = False, model: str | Path |
     engine.model, engine._trusted, engine._mapped = model, trust, weights
     # An executable that held its engine would keep it, and its temporary directory, alive.
     owner = weakref.proxy(engine)
-    executable.graph = lambda: captured_program(owner.program)
+    compiled = with_kept_logits if engine.makes_kept_logits else lambda program: program
+    executable.graph = lambda: captured_program(compiled(owner.program))
     executable.backend = manifest.backend
     if isinstance(backend, NamingKernels):
         kernels = backend.kernels

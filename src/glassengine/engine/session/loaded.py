@@ -28,6 +28,7 @@ from glassengine.program.inputs.user_inputs import positional
 from glassengine.program.kinds.causal_lm import USER_MODULE
 from glassengine.program.kinds.image_text import FEATURES, INDEX
 from glassengine.program.onnx.file import read_onnx
+from glassengine.program.representation.kept_logits import KEPT
 from glassengine.program.representation.outputs import PREFIX, DerivedValues, comes_from_weights
 from glassengine.program.representation.stored import ONNX_GRAPH, load_graph, load_program
 from glassengine.sites import HasSites, SiteTable
@@ -84,8 +85,13 @@ class LoadedEngine(HasSites):
     @functools.cached_property
     def constant_inputs(self) -> list[str]:
         """Inputs that stay the same in every step of a session: what the encoder made, and its mask."""
-        changing = {*STEP_INPUTS, INDEX, *self.manifest.caches}
+        changing = {*STEP_INPUTS, KEPT, INDEX, *self.manifest.caches}
         return [entry.name for entry in self.manifest.inputs if entry.name not in changing]
+
+    @functools.cached_property
+    def makes_kept_logits(self) -> bool:
+        """Whether a step can make the logits of some of its tokens alone."""
+        return any(entry.name == KEPT for entry in self.manifest.inputs)
 
     @functools.cached_property
     def takes_images(self) -> bool:

@@ -32,6 +32,7 @@ from glassengine.engine.session.images import PromptImages
 from glassengine.engine.session.loaded import LoadedEngine, Step
 from glassengine.errors import UsageError
 from glassengine.program.kinds.image_text import INDEX
+from glassengine.program.representation.kept_logits import KEPT
 
 logger = logging.getLogger("glassengine")
 
@@ -104,6 +105,7 @@ class Session:
         self._mask = torch.zeros((batch_size, length), dtype=torch.int64)
         self._positions = torch.zeros((batch_size, length), dtype=torch.int64)
         self._slots = torch.arange(length)
+        self._last_alone = False
         self._inputs: dict[str, torch.Tensor] = {}
         self._outputs: Mapping[str, torch.Tensor] = {}
         self._before: dict[str, torch.Tensor] = {}
@@ -124,13 +126,13 @@ class Session:
             input_ids: [B, S] int64; padding on the left.
             attention_mask: [B, S], 1 for tokens and 0 for padding; None means no padding.
             chunk: Most tokens of a piece; None runs the prompts in one.
-            keep: Keep the outputs of every piece, so that `read` has those of the whole step. Without, a prefill in
-                pieces never takes more memory than one piece, and `debug` must be off.
+            keep: Keep the outputs of the whole step for `read`, as `debug` does. Without, a prefill in pieces takes no
+                more memory than one piece, and only the logits of the last token are computed.
             on_step: Called between the steps of prompts that run a token a step.
 
         Returns:
             Logits [B, S, V] in the engine's dtype, valid until the next step; of the last piece or token alone where
-            the prompts ran in several.
+            the prompts ran in several. Without `keep` [B, 1, V] where `engine.makes_kept_logits`.
 
         Raises:
             UsageError: Wrong shape, dtype or device, tokens outside of the vocabulary, padding on the right, or a
@@ -145,8 +147,10 @@ class Session:
                 hint="leave out --prefill-chunk",
             )
         mask = self._begin(input_ids, attention_mask)
+        keep = keep or bool(self._names)
+        self._last_alone = not keep
         if not self.one_token and chunk is not None and chunk < input_ids.shape[1]:
-            return self._prefill_pieces(input_ids, chunk, keep or bool(self._names))
+            return self._prefill_pieces(input_ids, chunk, keep)
         steps = self._prompt_steps(input_ids, mask)
         logits = next(steps)
         for _ in range(1, input_ids.shape[1] if self.one_token else 1):
@@ -259,10 +263,14 @@ class Session:
             "attention_mask": self._mask,
             "position_ids": self._positions[:, start:stop],
             "cache_position": self._slots[start:stop],
+            **({KEPT: self._kept(stop - start)} if self.engine.makes_kept_logits else {}),
             **self._constants,
             **({} if self._images is None else {INDEX: self._images.index(start, stop, self._batch_size)}),
             **self._cache.tensors,
         }
+
+    def _kept(self, new: int) -> torch.Tensor:
+        return self._slots[new - 1 if self._last_alone else 0 : new]
 
     def _execute(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """Run the executable once; the tokens' slots of the mask are set already."""

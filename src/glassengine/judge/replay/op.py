@@ -300,11 +300,7 @@ _TYPICAL = 1 / 8
 
 
 class ComputedAgain:
-    """Computes ops on the candidate's values with inputs of theirs computed again.
-
-    Args:
-        values: Of the candidate.
-    """
+    """Computes ops on the candidate's values with inputs of theirs computed again."""
 
     def __init__(self, values: Values) -> None:
         self._values = values

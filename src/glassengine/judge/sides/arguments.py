@@ -97,12 +97,7 @@ def _is_evidence(one: Use, other: Use) -> bool:
 
 
 def _alike(one: Use, other: Use) -> int:
-    """Return how much speaks for two inputs being one: what reads them weighs most.
-
-    Args:
-        one: Of the candidate.
-        other: Of the baseline.
-    """
+    """Return how much speaks for two inputs being one: what reads them weighs most."""
     same = 0
     for a, b in ((one.bound, other.bound), (one.convolved, other.convolved)):
         same += 4 if a is not None and a == b else -4 if (a is None) != (b is None) else 0

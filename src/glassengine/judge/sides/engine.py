@@ -88,15 +88,26 @@ class EngineSide(Side):
             self._values = {name: results[name] for name in names}
         else:
             assert self._session is not None
-            if next(self._prompt, None) is None:
+            is_prompt = next(self._prompt, None) is not None
+            if not is_prompt:
                 self._session.decode(inputs.input_ids)
             self._values = dict(self._session.read(names))
+            if is_prompt and self.replay is None and self.engine.makes_kept_logits and "logits" in names:
+                self._values["logits"] = self._with_last_alone(self._values["logits"])
             if self.replay is not None:
                 caches = self._session.read(self.engine.manifest.caches)
         self.arranged.begin_step(named)
         if self.replay is not None:
             values = {node: self.arranged(node, self._values[name]) for node, (name, _, _) in self.nodes.items()}
             self.replay.begin_step(inputs, values, caches)
+
+    def _with_last_alone(self, logits: Tensor) -> Tensor:
+        """Return the logits of a prompt, those of the last token of a run that makes no others, as in a generation."""
+        case = self._case
+        assert case is not None and case.input_ids is not None
+        session = self.engine.session(case.batch, case.cache_length, constants=case.constants or None)
+        last = session.prefill(case.input_ids, case.attention_mask, keep=False)
+        return torch.cat([logits[:, :-1], last], dim=1)
 
     def observed(self, node: str) -> list[Observed]:
         """Return the engine's tensor for `node`."""

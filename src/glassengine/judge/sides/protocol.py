@@ -337,12 +337,7 @@ class Side(ABC):
         return None, ()
 
     def around(self, baseline: Program, node: Node) -> tuple[Node | None, dict[str, Any]]:
-        """Return the counterpart of `node` in this side's program, and the values around that by the nodes there.
-
-        Args:
-            baseline: The baseline's program.
-            node: Of it.
-        """
+        """Return the counterpart of `node` in this side's program, and the values around that by the nodes there."""
         own, values = self.program, {} if self.replay is None else self.replay.values
         if own is None:
             return None, {}

@@ -316,13 +316,7 @@ def named_inputs_of(names: Collection[str], inputs: Sequence[str]) -> dict[str, 
 
 
 def named_results_of(program: Program, results: Sequence[str], entries: Sequence[Entry]) -> dict[str, NamedResult]:
-    """Return result -> what a record calls it, where that is no tensor inside of the program.
-
-    Args:
-        program: The baseline's.
-        results: Names of its results.
-        entries: Of the record.
-    """
+    """Return result -> what a record calls it, where that is no tensor inside of the program."""
     shapes = {entry.site: tuple(entry.shape) for entry in reversed(entries)}
     made = {program.output_nodes[result] for result in results}
     # "." of a recording may be what another model returns, around or inside of the baseline.

@@ -28,14 +28,7 @@ _ACTIVATIONS = {b"silu": "silu", b"swiglu": "swiglu", b"relu": "relu", b"gelu": 
 def experts(
     proto: onnx.NodeProto, attributes: Mapping[str, Any], types: Mapping[str, ValueType], domain: str
 ) -> onnx.FunctionProto | None:
-    """Return a node as a function of standard operators; None for a form that is not known.
-
-    Args:
-        proto: The node.
-        attributes: Of it, by name.
-        types: Of values, by name.
-        domain: Of the operator.
-    """
+    """Return a node as a function of standard operators; None for a form that is not known."""
     given = given_inputs(proto, _INPUTS)
     whole = {name: entry.i for name, entry in attributes.items() if entry.type == 2}
     real = {name: entry.f for name, entry in attributes.items() if entry.type == 1}

@@ -28,14 +28,7 @@ _LEFT_OUT = frozenset({"positions", "k_scale", "v_scale", "q_gain", "k_gain"})
 def group_query(
     proto: onnx.NodeProto, attributes: Mapping[str, Any], types: Mapping[str, ValueType], domain: str
 ) -> onnx.FunctionProto | None:
-    """Return a node as a function of standard operators; None for a form that is not known.
-
-    Args:
-        proto: The node.
-        attributes: Of it, by name.
-        types: Of values, by name.
-        domain: Of the operator.
-    """
+    """Return a node as a function of standard operators; None for a form that is not known."""
     given = given_inputs(proto, _INPUTS)
     kinds = {entry.s for name, entry in attributes.items() if name.endswith("_quant_type")}
     if given is None or given.keys() & _LEFT_OUT or kinds - {b"NONE"} or len(proto.output) > 3:

@@ -99,12 +99,7 @@ def same(overloads: Mapping[str, Callable[..., Any]]) -> None:
 
 
 def given_inputs(proto: onnx.NodeProto, names: Sequence[str]) -> dict[str, str] | None:
-    """Return name -> value of the inputs that a node has; None where it has more than are known.
-
-    Args:
-        proto: The node.
-        names: Of all inputs, in order.
-    """
+    """Return name -> value of the inputs that a node has; None where it has more than are known."""
     if len(proto.input) > len(names):
         return None
     return {name: value for name, value in zip(names, proto.input, strict=False) if value}

@@ -48,11 +48,7 @@ class FileValue:
 
 
 class QuantizedFile:
-    """What a quantized file says, by the names of its baseline.
-
-    Args:
-        program: The file's.
-    """
+    """What a quantized file says, by the names of its baseline."""
 
     def __init__(self, program: Program) -> None:
         assert program.onnx is not None

@@ -64,11 +64,7 @@ LEVEL = "quantized"
 
 @dataclass
 class Ends:
-    """Results of a quantized file against the baseline's: in a user's session, and of the graph as it is written.
-
-    Args:
-        program: Of the file of floats.
-    """
+    """Results of a quantized file against the baseline's: in a user's session, and of the graph as it is written."""
 
     program: Program
 

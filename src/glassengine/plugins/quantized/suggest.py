@@ -233,10 +233,6 @@ def _cast(value: Any, dtype: torch.dtype, name: str = "") -> Any:
 class PrecisionSet:
     """What a search has found.
 
-    Args:
-        kept: The set.
-        search: With the figures.
-
     Attributes:
         kept: The set.
         snr: With it, in dB.

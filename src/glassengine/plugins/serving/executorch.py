@@ -20,13 +20,7 @@ _INTERPRETER = Interpreter("ExecuTorch", "executorch", "glassengine_executorch",
 
 @dataclass
 class ExecutorchCandidate(Elsewhere):
-    """A program, with what says which of its operations is which of the exported graph's.
-
-    Args:
-        file: The program.
-        record: Its ETRecord.
-        options: Of the run.
-    """
+    """A program, with what says which of its operations is which of the exported graph's."""
 
     file: Path
     record_file: Path

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from glassengine.backends.openvino import shared_core
 from glassengine.errors import BackendError, UsageError, first_line
+from glassengine.extensions import require_package
 from glassengine.plugins.serving.alignment import Unread, as_parameter
 from glassengine.plugins.serving.inside.glassengine_executorch import MOVES, OTHERWISE
 from glassengine.recording.write.writer import RecordingWriter
@@ -41,13 +42,7 @@ _PRODUCTS = {"linear", "addmm", "matmul"}
 
 
 def held(openvino: Any, model: Any, module: nn.Module) -> Unread:
-    """Return what a file has for the parameters of a module, read when it is asked for.
-
-    Args:
-        openvino: The package.
-        model: Read, not compiled.
-        module: The checkpoint's.
-    """
+    """Return what a file has for the parameters of a module, read when it is asked for."""
     constants = {op.get_friendly_name(): op for op in model.get_ordered_ops() if op.get_type_name() == "Constant"}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     weights = {name: constants.get(f"self.{name}", constants.get(f"self.{name}_compressed")) for name in parameters}
@@ -196,13 +191,7 @@ _INPUTS = ("input_ids", "attention_mask", "position_ids", "beam_idx")
 
 @dataclass
 class OpenvinoCandidate:
-    """A file of OpenVINO.
-
-    Args:
-        file: The graph; its weights lie beside it.
-        openvino: The package.
-        options: Of the run.
-    """
+    """A file of OpenVINO."""
 
     file: Path
     openvino: Any
@@ -313,9 +302,5 @@ def open_openvino(place: str, options: ServingOptions) -> OpenvinoCandidate:
     if not file.is_file():
         near = sorted(one.name for one in path.glob("*.xml"))[:4] if path.is_dir() else []
         raise UsageError("no such file of OpenVINO", got=str(file), expected=near or [FILE])
-    try:
-        import openvino
-    except ImportError as error:
-        hint = "pip install 'glassengine[openvino]'"
-        raise UsageError("OpenVINO is not installed", got=str(error), hint=hint) from error
+    openvino = require_package("openvino", "OpenVINO is not installed", "pip install 'glassengine[openvino]'")
     return OpenvinoCandidate(file, openvino, options)

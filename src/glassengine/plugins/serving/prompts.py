@@ -26,9 +26,6 @@ _LIMITS = {
 class GenaiSide(PromptSide):
     """The tokenizer of a GenAI folder; no model file is opened.
 
-    Args:
-        path: Of the folder.
-
     Raises:
         UsageError: The folder lacks `genai_config.json`.
     """
@@ -101,9 +98,6 @@ FILE = "openvino_tokenizer.xml"
 
 class OpenvinoSide(PromptSide):
     """The tokenizer of a folder; no model is read.
-
-    Args:
-        path: Of the folder.
 
     Raises:
         UsageError: It has no graph of a tokenizer, no `tokenizer.json`, or openvino-tokenizers is not installed.

@@ -59,10 +59,6 @@ class _Request:
 class DescribedForwards:
     """A dump by the names of the plug-in in vLLM, with the rows of requests.
 
-    Args:
-        source: Of one process.
-        layout: Of its names.
-
     Raises:
         UsageError: It does not say on which tokens it was made.
         CorruptError: What it says of its rows does not fit.

@@ -287,12 +287,7 @@ def logger_of(trt: Any) -> Any:
 
 
 class LoadedPlan:
-    """A plan, loaded when it is first run: what an engine is can be read where it cannot run.
-
-    Args:
-        trt: The module.
-        directory: What `build` wrote.
-    """
+    """A plan, loaded when it is first run: what an engine is can be read where it cannot run."""
 
     def __init__(self, trt: Any, directory: Path) -> None:
         self._trt = trt

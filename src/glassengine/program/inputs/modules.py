@@ -40,10 +40,6 @@ _IDS: Kind = ("int64", ("batch", "length"))
 def module_inputs(module: nn.Module, name: str) -> MadeUp:
     """Return steps of keyword arguments for the forward of a module.
 
-    Args:
-        module: In evaluation mode.
-        name: On screen.
-
     Raises:
         UsageError: It takes none of what was tried.
     """

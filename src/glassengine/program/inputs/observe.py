@@ -89,11 +89,7 @@ def uses_of(run: Callable[[], Any], inputs: Mapping[str, torch.Tensor]) -> dict[
 
 
 class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the ops of a forward.
-
-    Args:
-        inputs: What is followed, by name.
-    """
+    """Sees the ops of a forward."""
 
     def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

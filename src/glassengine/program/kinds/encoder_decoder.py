@@ -78,12 +78,7 @@ class _CrossLayer(CacheLayer):
 
 
 class Decoder(nn.Module):
-    """Wrapper that is exported: as `causal_lm.CausalLM`, with the cross-attention cache.
-
-    Args:
-        model: The user's model.
-        width: Hidden size of the encoder.
-    """
+    """Wrapper that is exported: as `causal_lm.CausalLM`, with the cross-attention cache."""
 
     def __init__(self, model: nn.Module, width: int) -> None:
         super().__init__()

@@ -33,10 +33,6 @@ _NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bi
 def weight_files(spec: str, revision: str = "main") -> list[Path]:
     """Return the files with the weights of a checkpoint.
 
-    Args:
-        spec: Hugging Face directory or id.
-        revision: Of a hub id.
-
     Raises:
         UsageError: There are none.
         CorruptError: The index names files outside of the directory, or that are not there.

@@ -68,12 +68,7 @@ class _Arguments:
 
 
 class StoredModule(nn.Module):
-    """A stored program as a module: the graph as it was stored, its op sites observable as taps.
-
-    Args:
-        exported: The program as it was stored.
-        program: The same, functional and named.
-    """
+    """A stored program as a module: the graph as it was stored, its op sites observable as taps."""
 
     def __init__(self, exported: ExportedProgram, program: Program) -> None:
         super().__init__()
@@ -129,9 +124,6 @@ class _Observing(torch.fx.Interpreter):
 
 def read_exported(path: Path) -> tuple[StoredModule, Program]:
     """Read a `.pt2` file; nothing in it is executed.
-
-    Args:
-        path: The file.
 
     Raises:
         UsageError: It takes something else than tensors and constants, or calls ops that are not registered here.

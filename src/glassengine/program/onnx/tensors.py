@@ -243,12 +243,7 @@ _MADE_OF = ("ZipMap", "SequenceConstruct", "Optional", "Identity")
 
 
 def return_tensors(graph: onnx.GraphProto, file: str) -> None:
-    """Let a graph return tensors of numbers instead of containers made of them; change nothing else.
-
-    Args:
-        graph: Of the file.
-        file: Name, for warnings.
-    """
+    """Let a graph return tensors of numbers instead of containers made of them; change nothing else."""
     others = [value for value in graph.output if not _is_tensor(value)]
     if not others:
         return

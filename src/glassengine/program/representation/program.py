@@ -188,6 +188,7 @@ def rebuilt(
         called.out_spec = called.out_spec if out_spec is None else out_spec
         if in_spec is not None:
             called.in_spec = in_spec
+            called.forward_arg_names = None  # the specification has the names of the inputs
             called.inputs = [s.arg for s in signature.input_specs if s.kind is InputKind.USER_INPUT]
     parts = {
         "range_constraints": exported.range_constraints,

@@ -237,12 +237,7 @@ def without_assertions(exported: ExportedProgram) -> ExportedProgram:
 
 
 def written_down(module: nn.Module, inputs: Mapping[str, Any]) -> nn.Module:
-    """Run a module once and return one with the same weights, under the same names, that repeats the ops of that run.
-
-    Args:
-        module: In evaluation mode.
-        inputs: Keyword arguments.
-    """
+    """Run a module once and return one with its weights, under the same names, that repeats the ops of that run."""
     scripted = [
         f"{path}." * bool(path) for path, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)
     ]

@@ -100,13 +100,7 @@ def compressed(path: Path) -> str:
 
 
 class ListFiles:
-    """Items of one kind, written as soon as they fill a file.
-
-    Args:
-        folder: Where.
-        kind: Which.
-        items_per_file: How many.
-    """
+    """Items of one kind, written as soon as they fill a file."""
 
     def __init__(self, folder: DataFolder, kind: str, items_per_file: int) -> None:
         self._folder, self._kind, self._each = folder, kind, items_per_file
@@ -208,11 +202,7 @@ class _Names(dict[str, int]):
 
 
 class PageRows:
-    """Takes pairs in order of execution, and writes their files.
-
-    Args:
-        folder: Where.
-    """
+    """Takes pairs in order of execution, and writes their files."""
 
     def __init__(self, folder: DataFolder) -> None:
         self._folder = folder
@@ -225,12 +215,7 @@ class PageRows:
         return len(self._columns["site"])
 
     def add(self, pair: Pair, plain: dict[str, Any]) -> None:
-        """Add a row.
-
-        Args:
-            pair: What it shows.
-            plain: The same as JSON has it.
-        """
+        """Add a row."""
         figures = pair.figures
         is_shape = figures is None and pair.noise_ratio is None and pair.judged_by == "shape"
         flags = INHERITED if pair.inherited else 0

@@ -121,13 +121,13 @@ def head_of(shown: Stored, pair: Pair | None) -> Head:
 def _compared(result: Comparison, pair: Pair | None) -> Head:
     top = words.headline(result)
     found = result.first_divergence
-    why = f"{top.why[:1].upper()}{top.why[1:]}."
+    why = words.sentence(top.why)
     lines: list[tuple[str, str]] = []
     sentence = why
     if found is not None:
         first = _sentence(result, found)
         mistake = sentences.named_mistake(result)
-        sentence = first if mistake is None else f"{mistake[:1].upper()}{mistake[1:]}."
+        sentence = first if mistake is None else words.sentence(mistake)
         lines = [] if mistake is None else [("where", first)]
         lines += [("but", why)] if result.ok else _because(result, found, first)
         lines += _about(result, found, pair)
@@ -295,7 +295,7 @@ def _replayed(result: Replayed, comparison: Comparison | None, pair: Pair | None
     inner = Head("", "", "") if comparison is None else _compared(comparison, pair)
     lines: list[tuple[str, str]] = [("error", result.error.strip().splitlines()[0])] if result.error else []
     sources: tuple[PageSource, ...] = inner.sources
-    sentence = words.replay_sentence(result)
+    sentence = f"Replay: {words.replay_sentence(result)}."
     if comparison is not None and comparison.first_divergence is not None:
         sentence = inner.sentence
     if (first := result.first_nonfinite) is not None:
@@ -304,11 +304,17 @@ def _replayed(result: Replayed, comparison: Comparison | None, pair: Pair | None
         lines.append(("where", f"{first.get('node')}{where}: {number}"))
         sources = (_source("snapshot", first.get("source"), str(first.get("node"))),)
     if (cut := result.bisection) is not None and cut.failure is not None:
-        lines += [("wrong", cut.message), ("tried", f"{cut.num_trials} pieces of the graph were compiled")]
+        lines.append(("tried", f"{cut.num_trials} pieces of the graph were compiled"))
         lines += [("part", cut.part)] if cut.part else []
         lines += [("test", f"python {PurePath(cut.reproduction) / 'test_repro.py'}")] if cut.reproduction else []
         sources = tuple(_source(op.op, op.source, op.module) for op in cut.ops[:8])
-    about = "What the snapshot gave when it was run again, against what was recorded."
+    lines.append(("snapshot", result.snapshot))
+    about = "The smallest piece of the graph that fails alone."
+    ops = [
+        (op.op, op.node, op.module.removesuffix(".") or "(root)", op.source or "") for op in (cut.ops if cut else ())
+    ]
+    broken = table("Ops that break", about, ("op", "node", "module", "source"), ops, is_open=True)
+    what = "What the snapshot gave when it was run again, against what was recorded."
     columns = ("output", "tensor", "as recorded", "largest difference", "not finite")
     rows = [
         (
@@ -327,11 +333,16 @@ def _replayed(result: Replayed, comparison: Comparison | None, pair: Pair | None
         sources=sources,
         hint=inner.hint,
         lines=tuple((what, printable(text)) for what, text in [*lines, *inner.lines]),
-        baseline=printable(f"execution {result.execution} of {result.executable}, {result.snapshot}"),
-        candidate=printable(f"run again on {result.backend}"),
-        facts=inner.facts,
+        baseline=printable(f"{result.executable}, execution {result.execution}, as recorded"),
+        candidate=printable(f"the same execution, run again on {result.backend}"),
+        facts=(
+            *facts_of(
+                {"baseline": {"back-end": result.recorded_backend or None}, "candidate": {"back-end": result.backend}}
+            ),
+            *inner.facts,
+        ),
         same_facts=inner.same_facts,
-        tables=(*filled(table("Outputs", about, columns, rows, is_open=True)), *inner.tables),
+        tables=(*filled(broken, table("Outputs", what, columns, rows, is_open=True)), *inner.tables),
         notes=(*map(printable, result.notes), *inner.notes),
     )
 

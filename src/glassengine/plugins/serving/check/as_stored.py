@@ -84,14 +84,7 @@ class AsStored:
         return finished(found)
 
     def add(self, program: Program, theirs: Mapping[str, Tensor], case: Case, step: int) -> None:
-        """Compare the results of a step of the engine with the checkpoint's.
-
-        Args:
-            program: Of the checkpoint.
-            theirs: By name.
-            case: What ran.
-            step: Of it.
-        """
+        """Compare the results of a step of the engine with the checkpoint's."""
         self._results = self._results or EndToEnd(program, LEVEL)
         ours = self._ours[case.name]
         if case.input_ids is not None:

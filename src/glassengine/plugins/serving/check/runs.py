@@ -178,12 +178,6 @@ def _together(
 def run_of_encoder(served: Served, model: LoadedModel, inputs: Inputs, folder: Path) -> Runs:
     """Run an encoder on the first row of what the baseline is given, as exactly as it can and as deployed.
 
-    Args:
-        served: What is run.
-        model: The baseline, of one forward.
-        inputs: As for `check`.
-        folder: For the recordings.
-
     Raises:
         UsageError: There are no token ids.
     """

@@ -244,11 +244,6 @@ class GgufBackend:
 def _require_implicit_settings(config: Any, architecture: str, length: int | None) -> None:
     """Refuse a model that llama.cpp would compute in another way.
 
-    Args:
-        config: Of the checkpoint.
-        architecture: As llama.cpp calls it.
-        length: Most tokens of a sequence.
-
     Raises:
         UsageError: Says which setting, and what llama.cpp takes it for.
     """

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from glassengine.compare.matching.maps import MapRule, captures, substitute
 from glassengine.errors import CorruptError, UsageError
+from glassengine.extensions import require_package
 from glassengine.plugins.serving.alignment import EPSILONS, AlignmentTable, Unread, as_parameter, numbers_of, table_of
 from glassengine.plugins.serving.ggml.child import find_library, run_llama
 from glassengine.plugins.serving.ggml.file import GgufFile, GgufTensor
@@ -30,13 +31,7 @@ _TIED = {"output.weight": "token_embd.weight"}
 def served_weights(
     file: GgufFile, module: nn.Module, table: AlignmentTable
 ) -> tuple[Mapping[str, ServedWeight], list[str]]:
-    """Return what the file has for each parameter of a module, and its tensors that stand for none of them.
-
-    Args:
-        file: Checked.
-        module: The checkpoint's.
-        table: Of its architecture.
-    """
+    """Return what the file has for each parameter of a module, and its tensors that stand for none of them."""
     layers = int(file.number("block_count") or 0)
     weights: dict[str, Callable[[], ServedWeight]] = {}
     used: set[str] = set()
@@ -63,12 +58,7 @@ def _parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 @functools.lru_cache(maxsize=8)
 def _names(architecture: str, layers: int) -> Callable[[str], str | None]:
     """Return gguf's own table: name of a parameter -> name of a tensor."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise UsageError(
-            "GGUF files are read with the package gguf", got=str(error), hint="pip install 'glassengine[gguf]'"
-        ) from error
+    gguf = require_package("gguf", "GGUF files are read with the package gguf", "pip install 'glassengine[gguf]'")
     by_name = {text: key for key, text in gguf.MODEL_ARCH_NAMES.items()}
     kind = by_name.get(architecture)
     if kind is None:
@@ -113,10 +103,6 @@ def _weight(
 def read_values(file: GgufFile, tensor: GgufTensor) -> Tensor:
     """Return the numbers of a tensor in float32.
 
-    Args:
-        file: Checked.
-        tensor: Of it.
-
     Raises:
         CorruptError: The file is shorter than when it was checked, or cannot be read any more.
     """
@@ -133,12 +119,7 @@ def read_values(file: GgufFile, tensor: GgufTensor) -> Tensor:
 
 @dataclass
 class GgufCandidate:
-    """A GGUF file, and the library that runs it.
-
-    Args:
-        file: Checked.
-        options: Of the run.
-    """
+    """A GGUF file, and the library that runs it."""
 
     file: GgufFile
     options: ServingOptions

@@ -82,13 +82,6 @@ def find_library(given: str | Path | None) -> Path:
 def run_llama(file: GgufFile, library: Path, run: ServingRun, path: Path, threads: int) -> dict[str, Any]:
     """Run llama.cpp on a file and write a recording of every node; return what is known of it.
 
-    Args:
-        file: Checked.
-        library: Of llama.cpp.
-        run: What is run.
-        path: Of the recording.
-        threads: Of llama.cpp.
-
     Raises:
         BackendError: llama.cpp failed or crashed.
     """

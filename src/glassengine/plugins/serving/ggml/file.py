@@ -69,9 +69,6 @@ class GgufTensor:
 class GgufFile:
     """Settings and tensors of a GGUF file.
 
-    Args:
-        path: The file.
-
     Attributes:
         settings: Name -> number, text, list, or `Many`.
         tensors: Name -> tensor, in the order of the file.

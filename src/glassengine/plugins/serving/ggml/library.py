@@ -113,9 +113,6 @@ class TensorLayout:
 class Library:
     """A library that exports llama.cpp's and ggml's functions.
 
-    Args:
-        path: The shared library.
-
     Raises:
         OSError: It cannot be loaded.
         LayoutError: It lacks functions, or its structs are not what is known.
@@ -251,10 +248,6 @@ def logged() -> str:
 
 class GgufModel:
     """A model in memory.
-
-    Args:
-        library: Path of llama.cpp's.
-        file: A GGUF file.
 
     Raises:
         RuntimeError: llama.cpp does not load it.

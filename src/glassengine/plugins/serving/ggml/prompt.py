@@ -74,9 +74,6 @@ _LIMITS_OF_BPE = _LIMITS | {"normalization": "llama.cpp does not normalize texts
 class GgufSide(PromptSide):
     """The vocabulary of a GGUF file in llama.cpp.
 
-    Args:
-        path: Of the file.
-
     Raises:
         NoTokenizer: The file has no vocabulary.
         UsageError: llama.cpp does not load it.

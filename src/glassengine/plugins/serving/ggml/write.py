@@ -60,12 +60,7 @@ class GgufVocabulary:
 
 
 def vocabulary_of(module: nn.Module, directory: str | None) -> GgufVocabulary | None:
-    """Return the tokenizer of a checkpoint; None, which is logged, where there is none that llama.cpp has.
-
-    Args:
-        module: Whose configuration names the size of the vocabulary.
-        directory: Where the tokenizer is.
-    """
+    """Return the tokenizer of a checkpoint; None, which is logged, where there is none that llama.cpp has."""
     if directory is None:
         return None
     from transformers import AutoTokenizer
@@ -227,12 +222,7 @@ def write_gguf(
 
 
 def file_tensors(module: nn.Module, architecture: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and float32 values of each tensor of the file.
-
-    Args:
-        module: With its configuration.
-        architecture: As llama.cpp calls it.
-    """
+    """Yield name and float32 values of each tensor of the file."""
     numbers = numbers_of(module.config)
     table = table_of("ggml", architecture, numbers)
     tied = {id(parameter) for parameter in [_embedding(module)] if parameter is not None}

@@ -55,11 +55,7 @@ class Held:
 
 
 class HeldGraph:
-    """Nodes and initializers of a file by name.
-
-    Args:
-        file: Checked.
-    """
+    """Nodes and initializers of a file by name."""
 
     def __init__(self, file: OnnxFile) -> None:
         self.file = file

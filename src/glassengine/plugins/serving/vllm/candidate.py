@@ -24,12 +24,7 @@ _INTERPRETER = Interpreter("vLLM", "vllm", "glassengine_vllm_run", INSIDE)
 
 @dataclass
 class VllmCandidate(Elsewhere):
-    """A checkpoint, and the interpreter that vLLM is installed for.
-
-    Args:
-        place: Directory of the checkpoint.
-        options: Of the run.
-    """
+    """A checkpoint, and the interpreter that vLLM is installed for."""
 
     place: Path
     options: ServingOptions
@@ -66,11 +61,6 @@ class VllmCandidate(Elsewhere):
         self, runs: Sequence[ServingRun], folder: Path, ways: Sequence[str]
     ) -> Mapping[str, TensorSource]:
         """Run prompts in one process; return a source of the forwards for each way of running them.
-
-        Args:
-            runs: Of one number of steps.
-            folder: Where vLLM writes.
-            ways: Of "alone" and "together".
 
         Raises:
             BackendError: vLLM failed.
