@@ -377,3 +377,29 @@ def test_the_line_that_makes_what_is_exchanged_is_named_below_a_line_of_both_sid
     first = check(Parted(), candidate=PartedOtherwise(), inputs={"x": torch.randn(6, 8)}).first_divergence
     assert first is not None and "are exchanged" in first.hints[0].text, first
     assert (first.candidate_source or "").endswith("shift, scale = x.sin().chunk(2, -1)"), first
+
+
+class Weighted(nn.Module):
+    """Multiplies by one tensor, then by another."""
+
+    def forward(self, x: torch.Tensor, r: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        x = x * r
+        x = x.tanh()
+        x = x * s
+        return x
+
+
+class WeightedOtherwise(nn.Module):
+    """The two in exchange."""
+
+    def forward(self, x: torch.Tensor, r: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        x = x * s
+        x = x.tanh()
+        x = x * r
+        return x
+
+
+def test_a_line_that_stands_elsewhere_in_the_baseline_is_named_where_it_is_wrong() -> None:
+    inputs = {name: torch.randn(4, 8) for name in ("x", "r", "s")}
+    first = check(Weighted(), candidate=WeightedOtherwise(), inputs=inputs).first_divergence
+    assert first is not None and (first.candidate_source or "").endswith("x = x * s"), first

@@ -20,7 +20,7 @@ from glassengine.judge.replay.replay import covered
 from glassengine.judge.sides.protocol import ObservedAt, Place, float_nodes
 from glassengine.judge.site_pairs import ancestors, origin_of, paired_results
 from glassengine.judge.verdict.corrections import (
-    is_shared,
+    is_beside,
     line_of_added_op,
     line_of_number,
     line_of_reader,
@@ -331,8 +331,8 @@ def as_written(score: Score, program: Program, divergence: Divergence) -> Diverg
         return dataclasses.replace(named, source=both[0], candidate_source=both[1])
     line = line or _source_there(score, named)
     codes = [parts_of_source(one or "")[1] for one in (line, named.source)]
-    if line and own and named.source and codes[0] != codes[1] and is_shared(program, own, line):
-        line = None  # both sides run it, beside an op that the candidate lacks
+    if line and own and divergence.node in known and named.source and codes[0] != codes[1]:
+        line = None if is_beside(program, own, known, divergence, line) else line
     return dataclasses.replace(named, candidate_source=line)
 
 

@@ -106,13 +106,20 @@ def line_of_reader(
     return (source_line(readers[0], depth + 1) if line == own else None) or line
 
 
-def is_shared(baseline: Program, program: Program, line: str) -> bool:
-    """Whether the baseline has a line of the candidate as often, in the file that has it most often."""
-    here, there = (
+def is_beside(
+    baseline: Program, program: Program, counterparts: Mapping[str, str], divergence: Divergence, line: str
+) -> bool:
+    """Whether a line is run as often by both sides, and makes or reads a tensor that lacks what a mistake is about."""
+    own, there = baseline.node(divergence.node or ""), program.node(counterparts[divergence.node or ""])
+    is_of_source = there.name in {counterparts.get(source.name) for source in own.all_input_nodes}
+    if not (passes_on(there) or is_of_source or _code(source_line(own)) == _code(line)):
+        return False
+    # In the file that has it most often: a layer may be of another one.
+    here, theirs = (
         Counter((parts_of_line(source) or ("",))[0] for source, code in _lines(one, "").items() if code == _code(line))
         for one in (baseline, program)
     )
-    return max(there.values(), default=0) <= max(here.values(), default=0)
+    return max(theirs.values(), default=0) <= max(here.values(), default=0)
 
 
 def lines_that_differ(
