@@ -386,7 +386,7 @@ class Weighted(nn.Module):
         x = x * r
         x = x.tanh()
         x = x * s
-        return x
+        return x.abs()
 
 
 class WeightedOtherwise(nn.Module):
@@ -396,7 +396,7 @@ class WeightedOtherwise(nn.Module):
         x = x * s
         x = x.tanh()
         x = x * r
-        return x
+        return x.abs()
 
 
 def test_a_line_that_stands_elsewhere_in_the_baseline_is_named_where_it_is_wrong() -> None:
