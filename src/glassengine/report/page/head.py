@@ -132,7 +132,8 @@ def _compared(result: Comparison, pair: Pair | None) -> Head:
         lines += [("but", why)] if result.ok else _because(result, found, first)
         lines += _about(result, found, pair)
     num = result.counts["compared"]
-    lines.append(("judged", f"{num:,} tensors, coverage {result.coverage:.1%}" + _calibrated(result)))
+    calibration = "" if result.calibration is None else f"; {result.calibration}"
+    lines.append(("judged", f"{num:,} tensors, coverage {result.coverage:.1%}{calibration}"))
     lines += [("not counted", text) for text in [words.exempt(result.exemptions)] if text]
     return Head(
         mark=top.mark,
@@ -195,10 +196,6 @@ def _about(result: Comparison, found: Divergence, pair: Pair | None) -> list[tup
     if inherited := result.counts["inherited"]:
         lines.append(("after", f"{inherited:,} later tensors differ only because of it"))
     return lines
-
-
-def _calibrated(result: Comparison) -> str:
-    return "" if result.calibration is None else f"; {result.calibration}"
 
 
 def _sources(found: Divergence | None) -> tuple[PageSource, ...]:
