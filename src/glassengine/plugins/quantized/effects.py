@@ -220,7 +220,8 @@ def checkpoint_drift(
     baseline: nn.Module, candidate: nn.Module, forwards: Sequence[Mapping[str, Any]]
 ) -> tuple[DriftRow, ...]:
     """Return the rows of the modules without children that both sides have, in the order in which they first run."""
-    modules = [_leaves(side) for side in (baseline, candidate)]
+    named = (side.named_modules() for side in (baseline, candidate))
+    modules = [{name: one for name, one in pairs if not list(one.children())} for pairs in named]
     names = [name for name in modules[0] if name in modules[1]]
     sums: dict[str, DriftSums] = {}
     for forward in forwards:
@@ -247,10 +248,6 @@ def checkpoint_drift(
             with _listening({name: table[name] for name in names}, observer):
                 side(**forward)
     return shared([own.row(name, name, "module", own.loss) for name, own in sums.items() if own.num_tensors])
-
-
-def _leaves(side: nn.Module) -> dict[str, nn.Module]:
-    return {name: one for name, one in side.named_modules() if not list(one.children())}
 
 
 @contextmanager

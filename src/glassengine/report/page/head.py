@@ -529,18 +529,11 @@ def _prompt(one: PromptFinding) -> tuple[Cell, ...]:
 
 
 def _drift(row: DriftRow) -> tuple[str, ...]:
-    numbers = f"{row.snr_db:.1f}", f"{row.cosine_similarity:.6f}", _decibels(row.introduced_db), _percent(row.share)
-    return row.kind, row.site, *numbers
+    made = "" if row.introduced_db is None else f"{row.introduced_db:.1f}"
+    share = "" if row.share is None else f"{row.share:.1%}"
+    return row.kind, row.site, f"{row.snr_db:.1f}", f"{row.cosine_similarity:.6f}", made, share
 
 
 def _weight(one: QuantizedWeight) -> tuple[str, ...]:
     hints = "; ".join(hint.text for hint in one.hints)
     return one.name, one.verdict, f"{one.snr_db:.1f}", f"{one.rms_steps:.3g}", hints
-
-
-def _decibels(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
