@@ -30,6 +30,7 @@ from glassengine.results import (
 from glassengine.results.answer import Exemption, InputUsed
 from glassengine.results.backends import Difference
 from glassengine.results.engines import StepDifference
+from glassengine.results.recorded import ReplayedOutput
 from glassengine.results.sentences import named_mistake
 from glassengine.results.without_tensors import RolloutComparison
 
@@ -341,6 +342,13 @@ def replay_sentence(result: Replayed) -> str:
         return "node by node, nothing is made that is not finite"
     same = sum(bool(output.same_bits) for output in known)
     return f"{same} of {len(known)} outputs have the same bits as recorded"
+
+
+def outputs(found: Sequence[ReplayedOutput]) -> Iterator[tuple[ReplayedOutput, tuple[str, str, str]]]:
+    """Yield outputs, those that differ first, each with cells: as recorded, largest difference, not finite."""
+    for one in sorted(found, key=lambda one: one.same_bits is not False):
+        bits = {None: "not recorded", True: "same bits", False: f"{one.num_different} differ"}[one.same_bits]
+        yield one, (bits, f"{one.max_abs_diff:.3g}" if one.max_abs_diff else "", one.nonfinite)
 
 
 def titles(result: SideBySide) -> list[str]:

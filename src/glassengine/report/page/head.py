@@ -313,16 +313,7 @@ def _replayed(result: Replayed, comparison: Comparison | None, pair: Pair | None
     broken = table("Ops that break", about, ("op", "node", "module", "source"), ops, is_open=True)
     what = "What the snapshot gave when it was run again, against what was recorded."
     columns = ("output", "tensor", "as recorded", "largest difference", "not finite")
-    rows = [
-        (
-            one.name,
-            shaped(one.dtype, one.shape),
-            {None: "not recorded", True: "same bits", False: f"{one.num_different} differ"}[one.same_bits],
-            "" if not one.max_abs_diff else f"{one.max_abs_diff:.3g}",
-            one.nonfinite,
-        )
-        for one in sorted(result.outputs, key=lambda one: one.same_bits is not False)
-    ]
+    rows = [(one.name, shaped(one.dtype, one.shape), *cells) for one, cells in words.outputs(result.outputs)]
     return Head(
         mark="ok" if result.ok else "NOT OK",
         tone="good" if result.ok else "bad",
