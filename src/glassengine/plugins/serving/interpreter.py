@@ -90,7 +90,7 @@ class Interpreter:
 
 
 class ValuesAlone:
-    """A candidate that shows the values that its engine computes, and nothing else where it does not say so."""
+    """A candidate that shows the values that its engine computes; a subclass may show more."""
 
     def weights(self, module: nn.Module, config: Any) -> Mapping[str, ServedWeight]:
         """Return nothing: engines pack their weights for the processor that they run on."""
