@@ -11,7 +11,6 @@ would excuse anything. One thread. `--keep` draws `results/check.svg`, with limi
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import statistics
@@ -24,11 +23,13 @@ from typing import Any
 import torch
 
 import glassengine as glass
+from benchmarks import other_tools
 from benchmarks.measure import measuring
 from benchmarks.plot import Bar, bars
 from benchmarks.report import RESULTS, surroundings
 from glassengine.compare.compare import compare
 from glassengine.judge.sides.module import ModuleSide
+from glassengine.numerics.tolerance import tolerance
 from glassengine.program import export_program, load_model
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.testing import models
@@ -135,16 +136,10 @@ def measured() -> Contestants:
                 side.max()
 
         found[f"measure {name}"] = read, measuring(b, c)
-        found[f"{PEER}torch.testing, {name}"] = read, lambda b=b, c=c: differs(b, c)  # type: ignore[misc]
+        allowed = tolerance(name, name)
+        tools = other_tools.comparing(b, c, allowed.rtol, allowed.atol)
+        found.update((f"{PEER}{tool}, {name}", (read, run)) for tool, run in tools.items())
     return found
-
-
-def differs(b: torch.Tensor, c: torch.Tensor) -> bool:
-    try:
-        torch.testing.assert_close(b, c)
-    except AssertionError:
-        return True
-    return False
 
 
 def compared(folder: Path) -> Contestants:
@@ -217,13 +212,6 @@ def recorded(folder: Path) -> Contestants:
         "record light statistics": recording(values=False),
         "record no step but the first": recording(steps=range(1)),
     }
-    if importlib.util.find_spec("torchlens"):
-        found[f"{PEER}torchlens"] = lambda: torchlens(module, ids)
+    tools = other_tools.recording(module, ids, STEPS, folder)
+    found.update((f"{PEER}{tool}", run) for tool, run in tools.items())
     return {name: (forwards, run) for name, run in found.items()}
-
-
-def torchlens(module: torch.nn.Module, ids: Any) -> None:
-    """Log as many forwards."""
-    trace = importlib.import_module("torchlens").trace
-    for _ in range(STEPS):
-        trace(module, ids)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from glassengine.errors import UsageError, first_line
+from glassengine.errors import GlassError, UsageError, first_line
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -60,6 +60,24 @@ def imported(module: str) -> Any:
         raise UsageError(
             f"the plugin {name!r} is not installed", got=first_line(error), hint=_install(EXTRAS[name])
         ) from error
+
+
+def require_package(module: str, what: str, install: str, error: type[GlassError] = UsageError) -> Any:
+    """Return a module of a package that may not be installed.
+
+    Args:
+        module: Its full name.
+        what: Cannot be done without it.
+        install: The command that installs it.
+        error: That is raised without it.
+
+    Raises:
+        GlassError: It cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as problem:
+        raise error(what, got=str(problem), hint=install) from problem
 
 
 def registered(group: str) -> dict[str, EntryPoint]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import queue
@@ -31,6 +30,7 @@ from glassengine.capture.recent_steps import (
 )
 from glassengine.capture.triggers import EVERY, NumberTriggers, OutsideTriggers
 from glassengine.errors import GlassError, UsageError
+from glassengine.extensions import require_package
 from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import LeftOut
@@ -465,10 +465,7 @@ def _opened(name: str, directory: Path, ends: list[Callable[[], object]]) -> Tra
 
 
 def _package(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UsageError("a tracker is not installed", got=str(error), hint=f"pip install {name}") from error
+    return require_package(name, "a tracker is not installed", f"pip install {name}")
 
 
 def _tensorboard(directory: Path, ends: list[Callable[[], object]]) -> Tracker:
@@ -486,10 +483,10 @@ def _tensorboard(directory: Path, ends: list[Callable[[], object]]) -> Tracker:
 
 
 def _wandb(directory: Path, ends: list[Callable[[], object]]) -> Tracker:
-    package = _package("wandb")
-    run = package.run
+    wandb = _package("wandb")
+    run = wandb.run
     if run is None:
-        run = package.init(dir=str(directory), name=directory.name)
+        run = wandb.init(dir=str(directory), name=directory.name)
         ends.append(run.finish)
     run.define_metric("glass/*", step_metric="glass/step")
 
@@ -501,16 +498,16 @@ def _wandb(directory: Path, ends: list[Callable[[], object]]) -> Tracker:
 
 
 def _mlflow(directory: Path, ends: list[Callable[[], object]]) -> Tracker:
-    package = _package("mlflow")
-    active = package.active_run()
+    mlflow = _package("mlflow")
+    active = mlflow.active_run()
     if active is None:
-        active = package.start_run(run_name=directory.name)
-        ends.append(package.end_run)
+        active = mlflow.start_run(run_name=directory.name)
+        ends.append(mlflow.end_run)
     run = active.info.run_id
 
     def write(step: int, numbers: Mapping[str, float]) -> None:
         metrics = {f"glass/{_allowed(_tag(name))}": value for name, value in numbers.items()}
-        package.log_metrics(metrics, step=step, run_id=run, synchronous=True)
+        mlflow.log_metrics(metrics, step=step, run_id=run, synchronous=True)
 
     return write
 

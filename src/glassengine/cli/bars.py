@@ -97,10 +97,6 @@ def left_in_words(seconds: float | None) -> str:
 def bar(console: Console, shares: Shares) -> Iterator[Callable[[Event], None]]:
     """Show what is being done, a bar, and the time spent and left, while the block runs.
 
-    Args:
-        console: Where.
-        shares: Of the stages, as for `Estimate`.
-
     Yields:
         A function that takes the events of the work.
     """

@@ -369,13 +369,7 @@ def first_divergence(pairs: Packed, judged: Sequence[MatchedPair], judging: Judg
 
 
 def not_compared(pairs: Packed, lost: Sequence[Skipped], asked: Sequence[str]) -> str | None:
-    """Return in words what was to be judged and was not; None where all was.
-
-    Args:
-        pairs: All verdicts.
-        lost: What could not be judged.
-        asked: Patterns of tensors that were asked for.
-    """
+    """Return in words what was to be judged and was not; None where all was."""
     if lost:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         return f"not judged: {lost[0].site}, step {lost[0].step}{more}: {lost[0].reason}"

@@ -28,13 +28,7 @@ _WORDS = ("elements", "rows", "columns")
 
 
 def rearranged(match: MatchedPair, left: SourceWrapper, right: SourceWrapper) -> tuple[Hint, ...]:
-    """Return what makes the candidate's tensor of the baseline's tensors; nothing where nothing does up to rounding.
-
-    Args:
-        match: The pair that is asked about.
-        left: The baseline.
-        right: The candidate.
-    """
+    """Return what makes the candidate's tensor of the baseline's tensors; nothing where nothing does up to rounding."""
     if len(match.candidates) != 1 or match.rule is not None or not 4 <= math.prod(match.baseline.shape) <= _LARGEST:
         return ()
     ours, theirs = left.values(match.baseline), right.values(match.candidates[0])

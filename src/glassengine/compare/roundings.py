@@ -303,13 +303,7 @@ class PrecisionTable:
 
 
 def by_drift(sums: DriftSums, *, num_elements: int, is_real: bool) -> Verdict:
-    """Return the verdict on a pair that is beyond tolerance: by what is left of the signal.
-
-    Args:
-        sums: Of the pair.
-        num_elements: That it has.
-        is_real: Whether both sides are real floating numbers.
-    """
+    """Return the verdict on a pair that is beyond tolerance: by what is left of the signal."""
     if not is_real:
         return "wrong"
     return "wrong" if num_elements >= _FEWEST_OF_SIGNAL and sums.noise > LOST * sums.signal else "suspicious"
@@ -339,13 +333,7 @@ NOT_JUDGED = (
 
 
 def rounded_update(match: MatchedPair, left: SourceWrapper, right: SourceWrapper) -> tuple[Hint, ...]:
-    """Return that a parameter differs where its gradients are rounding, and nowhere else.
-
-    Args:
-        match: A pair that was judged wrong.
-        left: The baseline.
-        right: The candidate.
-    """
+    """Return that a parameter differs where its gradients are rounding, and nowhere else."""
     entry, other = match.baseline, match.candidates[0]
     if match.rule is not None or not entry.site.endswith(_PARAMETER):
         return ()

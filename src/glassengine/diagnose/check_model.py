@@ -212,12 +212,7 @@ def sites_of(grafts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def until_clean(request: CheckRequest, check: Callable[[CheckRequest], Comparison]) -> Comparison:
-    """Judge, graft every origin, and judge again until no more is found; return the first answer with all mistakes.
-
-    Args:
-        request: With the grafts that the user wants.
-        check: Judges a request.
-    """
+    """Judge, graft every origin, and judge again until no more is found; return the first answer with all mistakes."""
     first = result = check(request)
     sites = list(request.grafts)
     found: list[Divergence] = []

@@ -40,15 +40,7 @@ _MOST_AHEAD = 16
 
 
 class LiveStep:
-    """One step of a running model, as a source of tensors.
-
-    Args:
-        name: Of the side.
-        metadata: Of the model.
-        step: Number.
-        tensors: By their sites, in order of execution.
-        left_out: Tensors without values.
-    """
+    """One step of a running model, as a source of tensors."""
 
     complete = True
 

@@ -360,13 +360,6 @@ def judge_snapshot(
 ) -> Comparison:
     """Judge what `backend` makes of a snapshot's graph, and the outputs that were recorded.
 
-    Args:
-        snapshot: Where the recorded outputs are.
-        graph: Its graph.
-        arguments: Its inputs, in order.
-        backend: What compiles.
-        progress: Called with an event when a stage begins.
-
     Raises:
         UsageError: The graph cannot be judged: it writes in place.
         BackendError: The back-end failed.

@@ -159,11 +159,6 @@ def smallest_failing(graph: Graph, values: Mapping[str, Any], fails: Fails) -> P
 
     First the end and then the beginning of the graph are cut off by bisection, then what is left is thinned out: about
     2 log2(n) trials for n operators, most of them of small pieces.
-
-    Args:
-        graph: The whole graph.
-        values: Value of every node of it, by name.
-        fails: Whether a piece shows the failure.
     """
     return _Search(values, fails).smallest([node for node in graph.nodes if _is_computed(node, values)])
 

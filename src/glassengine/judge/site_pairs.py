@@ -36,6 +36,8 @@ from glassengine.sites import Site
 
 _NEAR = 0.1
 """Distance of two results that may be the same one, relative to its size; whether it is wrong is judged later."""
+_SOON = 4
+"""Steps below a tensor within which what is done later is done."""
 _AS_NEAR = 4.0
 """Results whose distances differ by no more than this factor are as near as each other: both may be rounding."""
 
@@ -377,6 +379,25 @@ def readers_of(node: Node, is_passed: Callable[[Node], bool] | None = None) -> l
     through = is_passed or passes_on
     below = walk([node], lambda one: one.users if one is node or through(one) else ())
     return [one for one in below if one.op == "call_function" and not through(one)]
+
+
+def done_later(node: Node, there: Node, counterparts: Mapping[str, str]) -> Node | None:
+    """Return the candidate's op that does what `node` does with its other operands, but to what is made after others.
+
+    Args:
+        node: Of the baseline, an op of several tensors.
+        there: What the candidate has of it: the counterpart of one of them, which passes it by.
+        counterparts: Node of the baseline -> node of the candidate; weights have one name.
+    """
+    others = {counterparts.get(source.name, source.name) for source in node.all_input_nodes} - {there.name}
+    if not others or len(others) == len(node.all_input_nodes):
+        return None
+    known = set(counterparts.values())
+    for op in down([there], depth=_SOON):
+        sources = {source.name for source in op.all_input_nodes}
+        if op.target is node.target and op.name not in known and others < sources and there.name not in sources:
+            return op
+    return None
 
 
 def partners_of(node: Node) -> list[tuple[Node, Node]]:

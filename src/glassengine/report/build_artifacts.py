@@ -103,12 +103,7 @@ def _identifier(name: str) -> str:
 
 
 def index_page(directory: Path, manifest: Mapping[str, Any]) -> str:
-    """Return the page for the artifacts in `directory`.
-
-    Args:
-        directory: Where the files of `manifest` are.
-        manifest: Content of `manifest.json`.
-    """
+    """Return the page for the artifacts in `directory`."""
     environment = Environment(
         loader=PackageLoader("glassengine.report", "html"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.errors import BackendError, UsageError, nearest
+from glassengine.extensions import require_package
 from glassengine.reading.files import open_regular, printable, read_bytes, shown
 from glassengine.report.words import headline, result_line
 from glassengine.results import VERDICTS, Comparison, Pair
@@ -143,11 +144,7 @@ def write_onnx(result: Comparison, model: Path, target: Path, *, overwrite: bool
     """
     if target.exists() and (not overwrite or target.samefile(model)):
         raise UsageError("a file is not replaced", got=shown(target), hint="another name, or --overwrite")
-    try:
-        import onnx
-    except ImportError as error:
-        hint = "pip install 'glassengine[onnx]'"
-        raise BackendError("an ONNX file cannot be read here", got=str(error), hint=hint) from error
+    onnx = require_package("onnx", "an ONNX file cannot be read here", "pip install 'glassengine[onnx]'", BackendError)
     copy = onnx.ModelProto()
     try:
         copy.ParseFromString(read_bytes(model, most=_MOST_ONNX_BYTES))

@@ -313,15 +313,7 @@ class InputUsed:
 
 
 def input_used(name: str, value: Any, *, step: int, origin: Origin, recipe: str = "") -> InputUsed:
-    """Return the record of an input.
-
-    Args:
-        name: As the program calls it.
-        value: A tensor, or a plain value.
-        step: Of the case.
-        origin: Where it comes from.
-        recipe: How it was made.
-    """
+    """Return the record of an input."""
     import torch
 
     if not isinstance(value, torch.Tensor):

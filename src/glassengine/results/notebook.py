@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import importlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from glassengine.errors import UsageError
+from glassengine.extensions import require_package
 from glassengine.reading.files import printable
 from glassengine.results.sentences import named_mistake, sides
 
@@ -121,13 +121,10 @@ def worst_rows(result: Any) -> list[list[tuple[str, Any]]]:
             module = pair.site.rpartition("/")[0] or pair.site
             places[module] = None
             key = pair.step, module
-            worst[key] = max(worst.get(key, pair), pair, key=_badness)
+            known = worst.get(key, pair)
+            worst[key] = max(known, pair, key=lambda one: (list(_COLORS).index(one.verdict), _level(one)))
     steps = sorted({step for step, _ in worst})[:MAX_ROWS]
     return [[(name, worst.get((step, name))) for name in places] for step in steps]
-
-
-def _badness(pair: Any) -> tuple[int, int]:
-    return list(_COLORS).index(pair.verdict), _level(pair)
 
 
 def _level(pair: Any) -> int:
@@ -241,12 +238,8 @@ def needed(module: str) -> Any:
     Raises:
         UsageError: It is not installed.
     """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        name = module.partition(".")[0]
-        hint = "pip install 'glassengine[notebook]'"
-        raise UsageError(f"the package {name} is missing", got=str(error), hint=hint) from error
+    name = module.partition(".")[0]
+    return require_package(module, f"the package {name} is missing", "pip install 'glassengine[notebook]'")
 
 
 def _ratio(pair: Any) -> float:

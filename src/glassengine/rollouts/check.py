@@ -93,13 +93,6 @@ def compare(
 ) -> RolloutComparison:
     """Return the gap of a rollout with its causes.
 
-    Args:
-        trainer: The model.
-        given: The rollout.
-        text_of: Returns the text of a token.
-        temperature: As for `check_rollout`.
-        engine_dtype: As for `check_rollout`.
-
     Raises:
         IncomparableError: As for `check_rollout`.
     """

@@ -387,15 +387,10 @@ def _scaled_loss(gap: Gap, state: RolloutSettings, name: str) -> Callable[[float
 
 def _best(gap: Gap, state: RolloutSettings, name: str, low: float, high: float) -> float:
     """Return the best value of a continuous setting: a grid first, then by golden section around its best."""
-
-    def loss(value: float) -> float:
-        return gap.loss(state.but(**{name: value}))
-
     width = (high - low) / 10
-    best = min((low + width * step for step in range(11)), key=loss)
-    found = _golden(loss, max(low, best - width), min(high, best + width), 10)
-    near = round(found, 2)
-    return near if loss(near) <= 1.02 * loss(found) + 1e-9 else found
+    steps = (low + width * step for step in range(11))
+    best = min(steps, key=lambda value: gap.loss(state.but(**{name: value})))
+    return _best_near(gap, state, name, best, width)
 
 
 def _golden(loss: Callable[[float], float], low: float, high: float, steps: int) -> float:
@@ -433,9 +428,9 @@ def _refitted(gap: Gap, found: RolloutSettings, start: RolloutSettings) -> Rollo
             found = min([found, *(found.but(**{cut: near}) for near in _near(cut, getattr(found, cut)))], key=gap.loss)
     if found.scale is not None and len(names) > 1:
         name, factor = found.scale
-        best = _golden(lambda x: gap.loss(found.but(scale=(name, x))), factor - 0.15, factor + 0.15, 8)
+        best = _golden(_scaled_loss(gap, found, name), factor - 0.15, factor + 0.15, 8)
         options = [found.but(scale=(name, value)) for value in (round(best, 2), best)]
-        found = min([*options, found], key=lambda one: gap.loss(one))
+        found = min([*options, found], key=gap.loss)
     return found
 
 
@@ -444,7 +439,7 @@ def _best_near(gap: Gap, state: RolloutSettings, name: str, value: float, width:
         return gap.loss(state.but(**{name: x}))
 
     low, high = CONTINUOUS[name]
-    found = _golden(loss, max(low, value - width), min(high, value + width), 9)
+    found = _golden(loss, max(low, value - width), min(high, value + width), 10)
     near = round(found, 2)
     return near if loss(near) <= 1.02 * loss(found) + 1e-9 else found
 

@@ -268,3 +268,20 @@ def test_f73_a_softmax_does_not_read_the_scores_that_a_mask_hides() -> None:
     assert unread(program, inputs, {node.name: of_hidden}, scores) == {node.name}
     assert unread(program, inputs, {node.name: of_hidden}) == set()
     assert unread(program, inputs, {node.name: torch.ones_like(of_hidden)}, scores) == set()
+
+
+class TwoShares(nn.Module):
+    """Two tensors of scores, which one op takes apart."""
+
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        one, other = torch.sin(x).unbind(-1)
+        return (one + other).masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+def test_scores_that_are_taken_apart_are_followed_in_each_part() -> None:
+    hidden = torch.tensor([[True, False, False, False], [True, True, False, False]])
+    inputs = {"x": torch.randn(2, 4, 2), "hidden": hidden}
+    program = export_program(load_model(TwoShares().eval()), inputs=[inputs])
+    node = next(node for node in program.graph.nodes if "aten.sin" in str(node.target))
+    mask = hidden[..., None].expand(-1, -1, 2).clone()
+    assert unread(program, inputs, {node.name: mask}, read_by_softmax(program.graph)[1]) == {node.name}

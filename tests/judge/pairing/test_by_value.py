@@ -264,3 +264,24 @@ def test_a_wrong_tensor_of_a_square_image_is_not_taken_for_a_turned_one(seed: in
     first = check(baseline, candidate=port, inputs=str(tmp_path / "inputs.pt")).first_divergence
     assert first is not None and first.site == "conv/conv2d.0"
     assert [hint.text for hint in first.hints] == ["conv.weight: transposed (axes 2 and 3)"]
+
+
+class Relative(nn.Module):
+    """Directions between points, weighted by a gate that knows both."""
+
+    def __init__(self, sign: int = 1) -> None:
+        super().__init__()
+        self.sign = sign
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        here, there = x[:, :, None], x[:, None]
+        way = here - there if self.sign > 0 else there - here
+        return (way / way.norm(dim=-1, keepdim=True).clamp(min=1e-6) * gate.exp()[..., None]).sum(2)
+
+
+def test_a_difference_that_is_turned_is_not_the_right_one_along_other_axes() -> None:
+    """From one point to another: transposed, it is the same as the other way round."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = {name: torch.randn(2, 5, size, generator=generator) for name, size in (("x", 3), ("gate", 5))}
+    first = check(Relative(), candidate=Relative(-1), inputs=inputs).first_divergence
+    assert first is not None and first.site == "./sub.0" and "are exchanged" in first.hints[0].text, first

@@ -332,3 +332,48 @@ def test_a_line_that_the_candidate_lacks_is_quoted() -> None:
     found = check(Summed(), candidate=NotSummed(), inputs=inputs)
     assert found.first_divergence is not None and "exp.0 is not added to sin.0" in found.first_divergence.hints[0].text
     assert "does: x = x + y.exp(), then" in next_step(found, ["check"])
+
+
+class Ordered(nn.Module):
+    """Multiplies, then adds."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        return (x * scale + shift).tanh()
+
+
+class AddedFirst(nn.Module):
+    """Adds, then multiplies."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        return ((x + shift) * scale).tanh()
+
+
+def test_an_op_that_is_done_later_is_not_called_missing() -> None:
+    inputs = {name: torch.randn(4, 8) for name in ("x", "scale", "shift")}
+    first = check(Ordered(), candidate=AddedFirst(), inputs=inputs).first_divergence
+    assert first is not None and first.hints[0].text.startswith("mul with input scale is done after add, not before it")
+    assert (first.candidate_source or "").endswith("return ((x + shift) * scale).tanh()")
+
+
+class Parted(nn.Module):
+    """Takes a tensor apart and reads both parts in a line of both sides."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale, shift = x.sin().chunk(2, -1)
+        return torch.addcmul(shift, x[:, :4], scale)
+
+
+class PartedOtherwise(nn.Module):
+    """Gives the parts the names of each other."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shift, scale = x.sin().chunk(2, -1)
+        return torch.addcmul(shift, x[:, :4], scale)
+
+
+def test_the_line_that_makes_what_is_exchanged_is_named_below_a_line_of_both_sides() -> None:
+    first = check(Parted(), candidate=PartedOtherwise(), inputs={"x": torch.randn(6, 8)}).first_divergence
+    assert first is not None and "are exchanged" in first.hints[0].text, first
+    assert (first.candidate_source or "").endswith("shift, scale = x.sin().chunk(2, -1)"), first

@@ -19,6 +19,7 @@ from glassengine.backends.onnx.network import list_network
 from glassengine.backends.protocol.backend import Availability, Capabilities, Network, Run, Weights
 from glassengine.backends.protocol.io import write_io
 from glassengine.errors import BackendError, GlassError
+from glassengine.extensions import require_package
 from glassengine.program.representation.outputs import functional_form
 from glassengine.program.representation.program import OnnxGraph, Program
 from glassengine.reading.documents import read_document
@@ -109,11 +110,7 @@ class OnnxBackend(ABC):
         Raises:
             BackendError: It is not installed.
         """
-        try:
-            return importlib.import_module(self.package)
-        except ImportError as error:
-            what = f"back-end {self.name!r} cannot be used here"
-            raise BackendError(what, got=str(error), hint=self.install) from error
+        return require_package(self.package, f"back-end {self.name!r} cannot be used here", self.install, BackendError)
 
     @abstractmethod
     def options(self, program: Program) -> dict[str, Any]:

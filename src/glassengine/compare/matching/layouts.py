@@ -251,13 +251,7 @@ Shape = tuple[int, ...]
 
 
 def difference(baseline: Shape, candidate: Shape, site: str) -> str:
-    """Return a sentence on two shapes that differ: which dimensions, and what would make them fit.
-
-    Args:
-        baseline: Shape of the tensor of the baseline.
-        candidate: Shape of its counterpart.
-        site: Name of the tensor, for the flag.
-    """
+    """Return a sentence on two shapes that differ: which dimensions, and what would make them fit."""
     if len(baseline) == len(candidate):
         where = ", ".join(str(i) for i, (a, b) in enumerate(zip(baseline, candidate, strict=True)) if a != b)
         where = f"dimension{'s' if ',' in where else ''} {where}"

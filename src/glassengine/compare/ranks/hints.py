@@ -26,13 +26,7 @@ _MAX_TRIED = 64
 
 
 def rank_hints(source: AssembledRanks, entry: Entry, whole: Tensor) -> tuple[Hint, ...]:
-    """Return what explains that `entry` is not `whole`: a reduction that is missing, an order, a rank, a bias.
-
-    Args:
-        source: Has `entry`.
-        entry: A tensor that was judged wrong.
-        whole: Its counterpart.
-    """
+    """Return what explains that `entry` is not `whole`: a reduction that is missing, an order, a rank, a bias."""
     judged = source.tensor(entry)
     if judged.shape != whole.shape or whole.dtype is torch.bool or whole.is_complex():
         return ()

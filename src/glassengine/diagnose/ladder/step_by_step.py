@@ -57,12 +57,6 @@ class StepStage:
 def staged(baseline: LoadedModel, candidate: LoadedModel, steps: Sequence[Step], progress: Progress) -> list[StepStage]:
     """Return the stages of a check, with their programs.
 
-    Args:
-        baseline: A plain module.
-        candidate: Likewise.
-        steps: Inputs of the baseline, in order.
-        progress: Called with an event when a stage begins.
-
     Raises:
         UsageError: The baseline cannot be traced.
         IncomparableError: The candidate takes other inputs than there are.

@@ -407,9 +407,11 @@ class _Lane(OtherValues):
         other = self.below(node, self._values[node])
         if other is WHOLE:
             return True
-        if hides and other.shape == leaves[0].shape:
-            other = torch.where(leaves[0] <= HIDDEN, leaves[0], other)
-        for ours, theirs in zip(leaves, pytree.tree_leaves(other), strict=True):
+        found, spec = pytree.tree_flatten(other)
+        if hides and [one.shape for one in found] == [one.shape for one in leaves]:
+            found = [torch.where(ours <= HIDDEN, ours, theirs) for ours, theirs in zip(leaves, found, strict=True)]
+            other = pytree.tree_unflatten(found, spec)
+        for ours, theirs in zip(leaves, found, strict=True):
             if theirs.shape != ours.shape or bool(((theirs != ours) & ~theirs.isnan()).any()):
                 return True
         self.keep(node, other, self._values[node])

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +21,7 @@ from glassengine.judge.hypotheses.trials.hypothesis import called, constants_of,
 from glassengine.judge.hypotheses.trials.question import Question, TheirRegion, in_its_dtype, noise_of
 from glassengine.judge.hypotheses.trials.trial import FAILS, OF_DIFFERENCES, Budget, Trial, real_parts
 from glassengine.judge.pieces import Piece, cut
-from glassengine.judge.site_pairs import ancestors, down, origin_of, passed_on, readers_of, region_of, up
+from glassengine.judge.site_pairs import ancestors, done_later, down, origin_of, passed_on, readers_of, region_of, up
 from glassengine.program.representation.naming import op_name, source_line
 from glassengine.program.representation.program import Program
 from glassengine.results import Hint
@@ -90,7 +90,18 @@ class MistakeSearch:
         self.place = self._place(question.trial, found.hypothesis.edits) if made_in is None else made_in.name
         anew = names if lost is None else {*names, lost.name}
         self.covered = {name for name in self.flagged if name in anew and name != node.name}
-        return [found.hint]
+        return [self._in_place(node, found.hint)]
+
+    def _in_place(self, node: Node, hint: Hint) -> Hint:
+        """Return a hint that says after what the candidate does an op that is missing where the baseline has it."""
+        there = self.counterpart(node)
+        later = None if there is None or not hint.proven else done_later(node, there, self.counterparts)
+        if later is None or there is None:
+            return hint
+        others = (one for one in node.all_input_nodes if self.counterparts.get(one.name) != there.name)
+        what = " and ".join(self._maker(one, self._site(node.name)) for one in others)
+        after = next(op_name(origin_of(one)) for one in later.all_input_nodes if there in ancestors(one))
+        return replace(hint, text=f"{op_name(node)} with {what} is done after {after}, not before it")
 
     def _best(
         self, node: Node, actual: Tensor, valid: Tensor | None, budget: Budget, only: tuple[float, Family] | None = None

@@ -81,9 +81,10 @@ class WrongTensorSearch:
             # Below a long region that is right as a whole; what follows from any one tensor in it does so by chance.
             return []
         same = pairs.same_op(node, predicted)
-        if same is None and proposed is not None and explained is not None and explained.how is not None:
-            # A difference with its operands exchanged is itself transposed.
-            same = proposed if pairs.is_turned(node, proposed) else None
+        if same is None and proposed is not None and pairs.is_turned(node, proposed):
+            # A difference with its operands exchanged is itself transposed: what reads it follows from that.
+            read = (pairs.counterparts.get(user.name) for user in node.users)
+            same = proposed if any(one is not None and one.how is not None for one in read) else None
         needed = {index for index, _ in following if not _keeps(below[index])}
         for seen in self._to_try(node, predicted, proposed) if without != 0 or not meets else filter(None, [same]):
             if self._num_tried > _MOST_TRIED:

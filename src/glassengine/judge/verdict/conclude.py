@@ -20,10 +20,11 @@ from glassengine.judge.replay.replay import covered
 from glassengine.judge.sides.protocol import ObservedAt, Place, float_nodes
 from glassengine.judge.site_pairs import ancestors, origin_of, paired_results
 from glassengine.judge.verdict.corrections import (
+    is_shared,
     line_of_added_op,
     line_of_number,
     line_of_reader,
-    lines_of_callers,
+    lines_that_differ,
     with_lines,
 )
 from glassengine.judge.verdict.coverage import coverage, granularity, missing, not_judged, region_nodes
@@ -325,14 +326,13 @@ def as_written(score: Score, program: Program, divergence: Divergence) -> Diverg
         or line_of_added_op(program, own, known, divergence)
         or line_of_reader(program, own, known, divergence)
     )
-    callers = None if line is not None else lines_of_callers(program, own, known, divergence)
-    if callers is not None:
-        return dataclasses.replace(named, source=callers[0], candidate_source=callers[1])
-    line = _source_there(score, named) if line is None else line or None
-    end = next(iter(program.sites.by_node.get(divergence.node or "", ())), None)
-    if end is not None and line and parts_of_source(end.source or "")[1] == parts_of_source(line)[1]:
-        # Both sides run it, below an op that the candidate lacks.
-        line = line if end.source == named.source else None
+    both = None if line else lines_that_differ(program, own, known, divergence)
+    if both is not None:
+        return dataclasses.replace(named, source=both[0], candidate_source=both[1])
+    line = line or _source_there(score, named)
+    codes = [parts_of_source(one or "")[1] for one in (line, named.source)]
+    if line and own and named.source and codes[0] != codes[1] and is_shared(program, own, line):
+        line = None  # both sides run it, beside an op that the candidate lacks
     return dataclasses.replace(named, candidate_source=line)
 
 
@@ -353,7 +353,7 @@ def _at_what_computes(score: Score, program: Program, divergence: Divergence) ->
 
 
 def _origin(program: Program, name: str, known: Collection[str]) -> Site | None:
-    node = origin_of(next(node for node in program.graph.nodes if node.name == name), known)
+    node = origin_of(program.node(name), known)
     return next((site for site in program.sites.by_node.get(node.name, ()) if site.kind == "op"), None)
 
 

@@ -25,8 +25,8 @@ from torch.fx import Node
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.hypotheses.trials.hypothesis import constants_of, whole_of
-from glassengine.judge.site_pairs import origin_of, passes_on, readers_of, region_of
+from glassengine.judge.hypotheses.trials.hypothesis import constants_of, part_of, whole_of
+from glassengine.judge.site_pairs import done_later, origin_of, passes_on, readers_of, region_of
 from glassengine.program.representation.naming import depth_of, source_line
 from glassengine.program.representation.program import Program
 from glassengine.results import Altered, Divergence, Findings, Hint
@@ -54,17 +54,20 @@ def line_of_number(program: Program | None, counterparts: Mapping[str, str], div
         counterparts: Node of the baseline -> node of `program`.
         divergence: Its first hint counts.
     """
-    change = next((hint.change for hint in divergence.hints[:1] if hint.proven), None)
-    wrong, end = None if change is None else change.candidate, counterparts.get(divergence.node or "")
+    end = _proven(program, counterparts, divergence)
+    change = None if end is None else divergence.hints[0].change
     # A whole number is a size or an axis of other ops as well.
-    if program is None or end is None or not isinstance(wrong, float):
+    if program is None or end is None or change is None or not isinstance(change.candidate, float):
         return None
-    target = next((node for node in program.graph.nodes if node.name == end), None)
-    ops = [] if target is None else region_of(target, set(counterparts.values()))[0]
-    holders = [op for op in ops if _has(op, wrong)]
-    if len(holders) != 1:
-        return None
-    return _source(program, holders[0])
+    holders = [op for op in region_of(end, set(counterparts.values()))[0] if _has(op, change.candidate)]
+    return _source(program, holders[0]) if len(holders) == 1 else None
+
+
+def _proven(program: Program | None, counterparts: Mapping[str, str], divergence: Divergence) -> Node | None:
+    """Return the candidate's node of a divergence whose mistake is proven."""
+    there = counterparts.get(divergence.node or "")
+    is_proven = any(hint.proven for hint in divergence.hints[:1])
+    return None if program is None or there is None or not is_proven else program.node(there)
 
 
 def line_of_reader(
@@ -73,24 +76,25 @@ def line_of_reader(
     """Return "file:line: line" of an op inside of a region, or where the candidate reads what an op is missing for.
 
     It is the line that is most like the baseline's, or that of the function which calls the op there: as deep in the
-    modules. None where no op is missing; empty where that is a line of both sides.
+    modules. None where no op is missing.
     """
-    there = counterparts.get(divergence.node or "")
-    if program is None or there is None or not any(hint.proven for hint in divergence.hints[:1]):
+    there = _proven(program, counterparts, divergence)
+    if program is None or there is None:
         return None
-    named = next((site.node for site in baseline.sites if site.name == divergence.site), divergence.node)
-    node = next(node for node in baseline.graph.nodes if node.name == named)
+    named = (one.node for one in baseline.sites if one.name == divergence.site)
+    node = baseline.node(next(named, divergence.node or ""))
     names = {counterparts.get(user.name) for user in readers_of(node)}
     readers = [one for one in program.graph.nodes if one.name in names]
-    if node.name in counterparts and counterparts[node.name] != there and whole_of(node) is not None:
-        return source_line(next(one for one in program.graph.nodes if one.name == counterparts[node.name]))
+    if whole_of(node) is not None and counterparts.get(node.name, there.name) != there.name:
+        return source_line(program.node(counterparts[node.name]))
     if node.name != divergence.node and node.name not in counterparts:
         ours, theirs = ([op.target for op in ops] for ops in _regions(baseline, program, counterparts, divergence))
         if ours.count(node.target) <= theirs.count(node.target):
             return _changed(baseline, program, node)
-    elif any(counterparts.get(source.name) == there for source in node.all_input_nodes):
-        made = next((origin_of(one) for one in program.graph.nodes if one.name == there), None)
-        readers = [one for one in readers if any(origin_of(source) is made for source in one.all_input_nodes)]
+    elif any(counterparts.get(source.name) == there.name for source in node.all_input_nodes):
+        if (later := done_later(node, there, counterparts)) is not None:
+            return source_line(later)
+        readers = [one for one in readers if origin_of(there) in map(origin_of, one.all_input_nodes)]
     else:
         return None
     line = _changed(baseline, program, node)
@@ -99,26 +103,37 @@ def line_of_reader(
     # As deep in the calls; deeper, where both sides run that line and of one alone it is known what it calls.
     depth = min(map(depth_of, (node, readers[0])))
     line, own = source_line(readers[0], depth), source_line(node, depth)
-    line = (source_line(readers[0], depth + 1) if line == own else None) or line
-    return "" if own and _code(line) in {*_lines(baseline, "").values()} - {_code(own)} else line
+    return (source_line(readers[0], depth + 1) if line == own else None) or line
 
 
-def lines_of_callers(
+def is_shared(baseline: Program, program: Program, line: str) -> bool:
+    """Whether the baseline has a line of the candidate as often, in the file that has it most often."""
+    here, there = (
+        Counter((parts_of_line(source) or ("",))[0] for source, code in _lines(one, "").items() if code == _code(line))
+        for one in (baseline, program)
+    )
+    return max(there.values(), default=0) <= max(here.values(), default=0)
+
+
+def lines_that_differ(
     baseline: Program, program: Program | None, counterparts: Mapping[str, str], divergence: Divergence
-) -> tuple[str, str] | None:
-    """Return the lines of both sides that call, with other tensors, the one line in which an op reads another tensor.
+) -> tuple[str | None, str] | None:
+    """Return the lines of both sides that call the one line of an op in other words, or make what it reads.
 
-    None where the op reads the right tensor, where its own lines are not the same, and where all callers are.
+    None where the op's own lines differ, and where nothing else does.
     """
-    change = next((hint.change for hint in divergence.hints[:1] if hint.proven), None)
-    there = counterparts.get(divergence.node or "")
-    if program is None or there is None or change is None or not change.operands:
+    there = _proven(program, counterparts, divergence)
+    if program is None or there is None:
         return None
-    both = (program.node(there), baseline.node(divergence.node or ""))
-    theirs, ours = ([source_line(one, depth) or "" for depth in range(depth_of(one), 0, -1)] for one in both)
+    own = baseline.node(divergence.node or "")
+    ours, theirs = ([source_line(one, depth) or "" for depth in range(depth_of(one), 0, -1)] for one in (own, there))
     if not ours or not theirs or _code(ours[0]) != _code(theirs[0]):
         return None
-    return next((lines for lines in zip(ours, theirs, strict=False) if _code(lines[0]) != _code(lines[1])), None)
+    callers = next((lines for lines in zip(ours, theirs, strict=False) if _code(lines[0]) != _code(lines[1])), None)
+    if callers is not None or divergence.hints[0].kind != "swapped":
+        return callers
+    made = ((part, _changed(baseline, program, part)) for part in map(part_of, own.all_input_nodes))
+    return next(((source_line(part), line) for part, line in made if line), None)
 
 
 def _changed(baseline: Program, program: Program, node: Node) -> str | None:
@@ -154,8 +169,8 @@ def _regions(
 
     The candidate has none where what goes in has taken the place of what comes out.
     """
-    here = next(node for node in baseline.graph.nodes if node.name == divergence.node)
-    there = next(node for node in program.graph.nodes if node.name == counterparts[here.name])
+    here = baseline.node(divergence.node or "")
+    there = program.node(counterparts[here.name])
     ours, ends = region_of(here, counterparts)
     is_input = any(counterparts[end.name] == there.name for end in ends)
     theirs = [] if is_input else region_of(there, set(counterparts.values()))[0]
@@ -169,8 +184,7 @@ def line_of_added_op(
 
     None where that is in several lines, or where the candidate lacks another op than the one that is changed.
     """
-    end = counterparts.get(divergence.node or "")
-    if program is None or end is None or not any(hint.proven for hint in divergence.hints[:1]):
+    if program is None or _proven(program, counterparts, divergence) is None:
         return None
     ours, theirs = _regions(baseline, program, counterparts, divergence)
     numbers = Counter(op.target for op in ours)

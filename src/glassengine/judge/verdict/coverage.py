@@ -143,14 +143,7 @@ def missing(score: Score, program: Program) -> str:
 
 
 def not_judged(program: Program, scores: Sequence[Score], main: Score, known: Sequence[Skipped]) -> list[Skipped]:
-    """Return what was left out of the judgement of all sides, beside what is `known` of it.
-
-    Args:
-        program: The baseline's.
-        scores: Of all sides.
-        main: The one that the verdict rests on.
-        known: Sites that are listed already.
-    """
+    """Return what was left out of the judgement of all sides, beside what is `known` of it."""
     return [
         *_results_left_out(scores),
         *_unobserved(main, program, known),

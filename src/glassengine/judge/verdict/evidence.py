@@ -133,14 +133,7 @@ def _copied(piece: Piece, weights: Mapping[str, torch.Tensor]) -> Piece:
 
 
 def _allowed(exact: Piece, expected: torch.Tensor, actual: torch.Tensor, bound: torch.Tensor | None) -> torch.Tensor:
-    """Return the rounding bound that the candidate was judged by; the floor where there is none, or it is not exceeded.
-
-    Args:
-        exact: The op on the candidate's inputs.
-        expected: Its float64 result.
-        actual: What the candidate made.
-        bound: Of the judge.
-    """
+    """Return the rounding bound that the candidate was judged by; the floor where there is none or it is kept."""
     if not (expected.is_floating_point() and actual.is_floating_point()):
         return torch.zeros(expected.shape, dtype=torch.float64)
     error = (actual.double() - expected).abs()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
-from glassengine.errors import BackendError, UsageError, first_line
+from glassengine.errors import BackendError, first_line
+from glassengine.extensions import require_package
 from glassengine.workers.protocol import AHEAD, ATTEMPTS, Died, Failed, result_or_error, windowed
 
 AUTO = "auto"
@@ -17,13 +18,7 @@ def require_ray() -> Any:
     Raises:
         UsageError: It is not installed.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise UsageError(
-            "--cluster needs Ray", got=first_line(error), hint="pip install 'glassengine[ray]', or --jobs N"
-        ) from error
-    return ray
+    return require_package("ray", "--cluster needs Ray", "pip install 'glassengine[ray]', or --jobs N")
 
 
 class RayTasks:

@@ -75,16 +75,7 @@ def findings_of(
     both: Sequence[str],
     policy: Policy,
 ) -> Findings:
-    """Return the findings: a pair per weight, in the order of the model, and an origin per mistake.
-
-    Args:
-        baseline: As for `check_quantized`.
-        candidate: As for `check_quantized`.
-        found: What was found of the quantized weights.
-        skipped: Weights that only one side has.
-        both: Names of the weights that both have.
-        policy: Of `check`.
-    """
+    """Return the findings: a pair per weight, in the order of the model, and an origin per mistake."""
     order = {name: index for index, name in enumerate(both)}
     pairs = [
         _pair(weight.name, weight.verdict, weight.rms_steps, "; ".join(hint.text for hint in weight.hints) or None)

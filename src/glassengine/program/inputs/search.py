@@ -154,13 +154,7 @@ def _weaker(spec: WantedInput, step: int, generator: torch.Generator) -> Iterato
 
 
 def no_inputs(name: str, ports: Sequence[Port], failure: Exception | None) -> UsageError:
-    """Return what to say where nothing can be made up: what is missing, and how to give it.
-
-    Args:
-        name: Of the model.
-        ports: What it takes.
-        failure: What the last try ended with.
-    """
+    """Return what to say where nothing can be made up: what is missing, and how to give it."""
     listed = "; ".join(f"{port.name}: {port.dtype} {_written(port)}" for port in ports)
     return UsageError(
         f"give inputs with --inputs: {name} takes none of those that were made up",

@@ -68,12 +68,7 @@ class _Arguments:
 
 
 class StoredModule(nn.Module):
-    """A stored program as a module: the graph as it was stored, its op sites observable as taps.
-
-    Args:
-        exported: The program as it was stored.
-        program: The same, functional and named.
-    """
+    """A stored program as a module: the graph as it was stored, its op sites observable as taps."""
 
     def __init__(self, exported: ExportedProgram, program: Program) -> None:
         super().__init__()

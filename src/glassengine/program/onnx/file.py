@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from glassengine.errors import BackendError, CorruptError, UsageError, first_line
+from glassengine.extensions import require_package
 from glassengine.program.onnx.tensors import bits, check_declared, check_tensors, check_texts, place, return_tensors
 from glassengine.reading.files import open_regular, read_bytes
 
@@ -114,10 +115,7 @@ def read_onnx(path: str | Path, *, with_data: bool = True) -> OnnxFile:
         CorruptError: A weight lies outside of the directory, is not there, or has another size than it says; or a name
             is not text.
     """
-    try:
-        import onnx
-    except ImportError as error:
-        raise BackendError("an ONNX file cannot be read here", got=str(error), hint=INSTALL) from error
+    onnx = require_package("onnx", "an ONNX file cannot be read here", INSTALL, BackendError)
     path = Path(path).expanduser()
     if not path.is_file():
         near = sorted(str(p) for p in path.parent.glob("*.onnx")) if path.parent.is_dir() else []

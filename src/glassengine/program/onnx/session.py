@@ -19,6 +19,7 @@ from torch import nn
 
 from glassengine.blocks import agree
 from glassengine.errors import BackendError, UsageError, first_line
+from glassengine.extensions import require_package
 from glassengine.program.onnx.file import INSTALL, OnnxFile
 from glassengine.reading.documents import read_document
 from glassengine.taps import deliver
@@ -56,10 +57,7 @@ class SessionSettings:
             BackendError: It is not installed.
             UsageError: It has no such option, or refuses the value.
         """
-        try:
-            import onnxruntime
-        except ImportError as error:
-            raise BackendError("an ONNX file cannot be run here", got=str(error), hint=INSTALL) from error
+        onnxruntime = require_package("onnxruntime", "an ONNX file cannot be run here", INSTALL, BackendError)
         made = onnxruntime.SessionOptions()
         made.intra_op_num_threads = torch.get_num_threads()
         made.log_severity_level = 4  # what it says is in the error
@@ -165,11 +163,6 @@ class OnnxModel(nn.Module):
     Attributes:
         settings: Of the session that makes the results; None for the graph as it is written.
         apart: Result -> sums of squares of what these settings change, and of the result as the graph is written.
-
-    Args:
-        file: The file.
-        values: Values of the graph to observe, in order.
-        inputs: Inputs of the graph, in order.
     """
 
     settings: SessionSettings | None = None

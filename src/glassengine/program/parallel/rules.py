@@ -27,13 +27,7 @@ from glassengine.program.parallel.placements import (
 
 
 def local(node: Node, placed: Placed, ranks: int) -> Local | None:
-    """Return how `node` runs on parts, as far as its inputs are cut; None where they must be whole.
-
-    Args:
-        node: Of the whole program.
-        placed: Where the value of a node lies.
-        ranks: Number of ranks.
-    """
+    """Return how `node` runs on parts, as far as its inputs are cut; None where they must be whole."""
     rule = _RULES.get(name_of(node)) or (_pointwise if _is_pointwise(node) else None)
     found = rule(node, placed, ranks) if rule else None
     if found is None:

@@ -10,7 +10,6 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch._dynamo.source import ConstantSource
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
@@ -46,6 +45,8 @@ def with_kept_logits(program: Program) -> Program:
     with graph.inserting_before(found[0]):
         rows = graph.call_function(torch.ops.aten.index_select.default, (hidden, 1, kept))
     rows.meta = dict(hidden.meta)
+    from torch._dynamo.source import ConstantSource  # slow to load, and for builds alone
+
     found[0].replace_input_with(hidden, rows)
     example = torch.arange(_EXAMPLE_SIZE)
     mode = hidden.meta["val"].fake_mode

@@ -117,13 +117,7 @@ if __name__ == "__main__":
 
 
 def module_source(stage: Stage, lines: list[NodeLine], title: str) -> str:
-    """Return the text of `graph_module.py`.
-
-    Args:
-        stage: The graph.
-        lines: Its listing, for the comments.
-        title: First line of the file's docstring.
-    """
+    """Return the text of `graph_module.py`."""
     exported = stage.exported
     code = _Code({line.name: line for line in lines}, weight_names(exported))
     body = code.function("forward", exported.graph_module, parameters=list(stage.inputs), method=True)

@@ -151,13 +151,7 @@ def require_one_dtype(program: Program) -> None:
 
 
 def small_sizes(module: nn.Module, program: Program, steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return dynamic size -> 1 for those that a step has and for which program and module agree.
-
-    Args:
-        module: What was exported, with its weights.
-        program: Its program.
-        steps: Keyword arguments, as it was exported with.
-    """
+    """Return dynamic size -> 1 for those that a step has and for which program and module agree."""
     small: dict[str, int] = {}
     for step in steps:
         leaves = [leaf for _, leaf in port_leaves(":in", dict(step))]

@@ -252,9 +252,6 @@ def _pieces(steps: Array, values: Array) -> list[list[tuple[float, float]]]:
     return [piece for piece in pieces if piece]
 
 
-_WIDTH, _HEIGHT = 600, 120
-
-
 def with_rollout(head: Head, found: RolloutComparison) -> Head:
     """Return the head of a page with what is known of a rollout."""
     causes = [
@@ -287,7 +284,7 @@ def _curve(found: RolloutComparison) -> Plot:
 
     def drawn(side: int) -> str:
         return " ".join(
-            f"{_WIDTH * at / max(len(found.curve) - 1, 1):.1f},{_HEIGHT * (high - pair[side]) / (high - low or 1):.1f}"
+            f"{WIDTH * at / max(len(found.curve) - 1, 1):.1f},{HEIGHT * (high - pair[side]) / (high - low or 1):.1f}"
             for at, pair in enumerate(found.curve)
         )
 

@@ -43,17 +43,17 @@ def reshaped(question: Question) -> Iterator[Hypothesis]:
                 orders += [(finer, (1, 0, 2), "parts of heads are mixed") for finer in _finer(parts, number)]
             for sizes, order, words in orders:
                 text = f"an axis is taken apart as {_in_words(sizes, order, words)}"
-                yield Hypothesis(kind, text, {node: _split_as(split, axis, sizes, order, made.shape)})
+                yield Hypothesis(kind, text, {node: _rearranged(split, axis, _places(sizes, order))})
         for axis, first, parts in factored(merged, given):
             kind, how = _of_axes(question, node, first, parts)
             for order in _orders(parts):
                 text = f"axes are put together as {_in_words(parts, order, how)}"
-                edit = _merged_as(first, order, made.shape)
+                places = _places(parts, order)
+                edit = _rearranged(merged, axis, places.argsort())
                 yield Hypothesis(kind, text, {node: edit})
                 if end is not node and question.right.numel() == made.numel():
-                    back = _split_as(merged, axis, parts, order, question.right.shape, is_result=True)
                     text += ", and what is made is taken apart so again"
-                    yield Hypothesis(kind, text, {node: edit, end: back})
+                    yield Hypothesis(kind, text, {node: edit, end: _rearranged(merged, axis, places)})
 
 
 def _views(question: Question) -> Iterator[tuple[Node, torch.Size, torch.Tensor]]:
@@ -87,7 +87,8 @@ def _of_axes(question: Question, node: Node, first: int, parts: Sequence[int]) -
     """Return what it is to take axes in another order, and in words: of positions, or of heads and their width."""
     if is_of_places(question, node, tuple(range(first, first + len(parts)))):
         return "transposed", "rows and columns are exchanged"
-    return "permuted", f"{heads_or_parts(question, node)} are interleaved"
+    what = heads_or_parts(question, node) if first else "parts"  # the first axis is that of the batch
+    return "permuted", f"{what} are interleaved"
 
 
 def meeting(joined: Sequence[int], parted: Sequence[int]) -> tuple[int, ...]:
@@ -135,32 +136,14 @@ def _orders(parts: Sequence[int]) -> list[tuple[int, ...]]:
     return [order for order in itertools.permutations(range(len(parts))) if list(order) != sorted(order)]
 
 
-def _split_as(
-    joined: Sequence[int],
-    axis: int,
-    parts: Sequence[int],
-    order: Sequence[int],
-    shape: Sequence[int],
-    *,
-    is_result: bool = False,
-) -> Edit:
-    def edit(call: TrialCall) -> Any:
-        given = (call.value if is_result else call.args[0]).reshape(joined)
-        apart = given.reshape(*given.shape[:axis], *(parts[i] for i in order), *given.shape[axis + 1 :])
-        back = [axis + list(order).index(i) for i in range(len(parts))]
-        axes = [*range(axis), *back, *range(axis + len(parts), apart.dim())]
-        return apart.permute(axes).reshape(shape)
-
-    return edit
+def _places(parts: Sequence[int], order: Sequence[int]) -> torch.Tensor:
+    """Return the places, along an axis that holds parts in another order, of what is there where they are in turn."""
+    back = [list(order).index(i) for i in range(len(order))]
+    return torch.arange(math.prod(parts)).reshape([parts[i] for i in order]).permute(back).reshape(-1)
 
 
-def _merged_as(first: int, order: Sequence[int], shape: Sequence[int]) -> Edit:
-    def edit(call: TrialCall) -> Any:
-        value = call.args[0]
-        axes = [*range(first), *(first + i for i in order), *range(first + len(order), value.dim())]
-        return value.permute(axes).reshape(shape)
-
-    return edit
+def _rearranged(joined: Sequence[int], axis: int, places: torch.Tensor) -> Edit:
+    return lambda call: call.value.reshape(joined).index_select(axis, places).reshape(call.value.shape)
 
 
 def _in_words(parts: Sequence[int], order: Sequence[int], how: str) -> str:
@@ -289,7 +272,7 @@ def _heads_of(question: Question, readers: Sequence[Node], widths: set[int]) -> 
 
 def _part_orders(widths: Sequence[int], heads_of: dict[int, set[int]]) -> Iterator[tuple[torch.Tensor, str]]:
     """Yield the places of what each part takes in the candidate, and in words."""
-    every, number = torch.arange(sum(widths)), len(widths)
+    number = len(widths)
     if len(set(widths)) == 1:
         for heads in sorted(heads_of[widths[0]]):
             parts = (number, heads, widths[0] // heads)
@@ -297,17 +280,17 @@ def _part_orders(widths: Sequence[int], heads_of: dict[int, set[int]]) -> Iterat
                 if order[0] == 0:  # the order within a part is that of a part alone
                     continue
                 there = [parts[i] for i in order]
-                taken = every.reshape(there).permute([order.index(i) for i in range(3)]).reshape(-1)
                 how = f": each head holds its {number} parts" if order == (1, 0, 2) else ""
-                yield (
-                    taken,
-                    f"is taken apart as {_product(there)} in the candidate, as {_product(parts)} in the baseline{how}",
+                text = (
+                    f"is taken apart as {_product(there)} in the candidate, as {_product(parts)} in the baseline{how}"
                 )
+                yield _places(parts, order), text
         return
     # Queries share keys: as many groups as there are heads of the narrowest part.
     for groups in sorted(heads_of[min(widths)]):
         if groups > 1 and all(width % groups == 0 for width in widths):
-            grouped = torch.split(every.reshape(groups, -1), [width // groups for width in widths], dim=1)
+            every = torch.arange(sum(widths)).reshape(groups, -1)
+            grouped = torch.split(every, [width // groups for width in widths], dim=1)
             text = f"holds its {number} parts in each of {groups} groups in the candidate"
             yield torch.cat([part.reshape(-1) for part in grouped]), f"{text}, one part after the other in the baseline"
 

@@ -156,12 +156,7 @@ def _number(word: int, is_float: bool) -> float:
 
 
 def not_reached(config: Any, longest: int) -> list[str]:
-    """Return the windows of a checkpoint that no sequence is longer than, in words: nothing shows them there.
-
-    Args:
-        config: Of the checkpoint.
-        longest: Tokens of the longest sequence that was judged.
-    """
+    """Return the windows of a checkpoint that no sequence is longer than, in words: nothing shows them there."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     windows = sorted({int(window) for window in _windows(text) if longest <= window})
     return [

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from glassengine.compare.matching.maps import MapRule, captures, substitute
 from glassengine.errors import CorruptError, UsageError
+from glassengine.extensions import require_package
 from glassengine.plugins.serving.alignment import EPSILONS, AlignmentTable, Unread, as_parameter, numbers_of, table_of
 from glassengine.plugins.serving.ggml.child import find_library, run_llama
 from glassengine.plugins.serving.ggml.file import GgufFile, GgufTensor
@@ -57,12 +58,7 @@ def _parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 @functools.lru_cache(maxsize=8)
 def _names(architecture: str, layers: int) -> Callable[[str], str | None]:
     """Return gguf's own table: name of a parameter -> name of a tensor."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise UsageError(
-            "GGUF files are read with the package gguf", got=str(error), hint="pip install 'glassengine[gguf]'"
-        ) from error
+    gguf = require_package("gguf", "GGUF files are read with the package gguf", "pip install 'glassengine[gguf]'")
     by_name = {text: key for key, text in gguf.MODEL_ARCH_NAMES.items()}
     kind = by_name.get(architecture)
     if kind is None:

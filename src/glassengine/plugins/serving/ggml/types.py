@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from glassengine.errors import UsageError
+from glassengine.extensions import require_package
 
 
 @dataclass(frozen=True)
@@ -130,12 +131,7 @@ def dequantized(data: np.ndarray[Any, Any], shape: tuple[int, ...], kind: Tensor
         return torch.from_numpy(plain).float() if plain.dtype.kind == "f" else torch.from_numpy(plain)
     if kind.name == "BF16":
         return torch.from_numpy(np.array(data)).view(torch.bfloat16).reshape(shape).float()
-    try:
-        import gguf
-    except ImportError as error:
-        raise UsageError(
-            "GGUF files are read with the package gguf", got=str(error), hint="pip install 'glassengine[gguf]'"
-        ) from error
+    gguf = require_package("gguf", "GGUF files are read with the package gguf", "pip install 'glassengine[gguf]'")
     rows = data.reshape(*shape[:-1], shape[-1] // kind.block * kind.block_bytes)
     try:
         found = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(kind.number))

@@ -60,12 +60,7 @@ class GgufVocabulary:
 
 
 def vocabulary_of(module: nn.Module, directory: str | None) -> GgufVocabulary | None:
-    """Return the tokenizer of a checkpoint; None, which is logged, where there is none that llama.cpp has.
-
-    Args:
-        module: Whose configuration names the size of the vocabulary.
-        directory: Where the tokenizer is.
-    """
+    """Return the tokenizer of a checkpoint; None, which is logged, where there is none that llama.cpp has."""
     if directory is None:
         return None
     from transformers import AutoTokenizer

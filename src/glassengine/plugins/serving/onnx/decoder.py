@@ -276,12 +276,7 @@ class Generated:
 
 
 def generated(decoder: OnnxDecoder, run: ServingRun) -> Generated | None:
-    """Run the loop of onnxruntime-genai greedily; None for a file without a folder, or where it is not installed.
-
-    Args:
-        decoder: Of a folder with genai_config.json.
-        run: With the tokens that are to follow.
-    """
+    """Run the loop of onnxruntime-genai greedily; None for a file without a folder, or where it is not installed."""
     if decoder.config is None or not decoder.place.is_dir():
         return None
     try:
