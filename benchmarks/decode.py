@@ -7,8 +7,8 @@ last token's logits) allows at the speeds measured in the same rounds. Runtimes 
 said so: `pip install onnxruntime-genai openvino-genai llama-cpp-python gguf`. benchmarks/README.md says who is ahead
 where, and why.
 
-`python -m benchmarks decode [MODEL] [--backends NAME[:TYPE]...] [--cases BATCHxPROMPT...]`; TYPE is one that `glass build
---quantize` knows, as in gguf:Q8_0.
+`python -m benchmarks decode [MODEL] [--backends NAME[:TYPE]...] [--cases BATCHxPROMPT...]`; TYPE is one that
+`glass build --quantize` knows, as in gguf:Q8_0.
 """
 
 from __future__ import annotations
