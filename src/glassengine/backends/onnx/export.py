@@ -227,7 +227,7 @@ def _keep_constants(graph: Any) -> None:
 
 
 def _divide_by_roots(graph: Any) -> None:
-    """Write x * (1 / sqrt(v)) as x / sqrt(v), by which runtimes know a norm, wherever nothing else reads 1 / sqrt(v)."""
+    """Write x * (1 / sqrt(v)) as x / sqrt(v), by which runtimes know a norm, where nothing else reads 1 / sqrt(v)."""
     for node in list(graph):
         uses = list(node.outputs[0].uses())
         if node.op_type != "Reciprocal" or node.outputs[0].is_graph_output() or len(uses) != 1:
