@@ -95,22 +95,6 @@ class TensorValues(Result):
 
 
 @dataclass(frozen=True)
-class PatternMismatches(Result):
-    """Elements whose kind differs: sign of non-zero numbers, zero or not, mask sentinel or not (or of other sign).
-
-    The indices are of the first such element, None where there is none.
-    """
-
-    num_elements: int
-    num_sign: int
-    num_zero: int
-    num_sentinel: int
-    sign_index: tuple[int, ...] | None
-    zero_index: tuple[int, ...] | None
-    sentinel_index: tuple[int, ...] | None
-
-
-@dataclass(frozen=True)
 class Summary(Result):
     """Statistics of one tensor.
 
