@@ -7,7 +7,8 @@ last token's logits) allows at the speeds measured in the same rounds. Runtimes 
 said so: `pip install onnxruntime-genai openvino-genai llama-cpp-python gguf`. benchmarks/README.md says who is ahead
 where, and why.
 
-`python -m benchmarks decode [MODEL] [--backends NAME...] [--cases BATCHxPROMPT...]`
+`python -m benchmarks decode [MODEL] [--backends NAME[:TYPE]...] [--cases BATCHxPROMPT...]`; TYPE is one that
+`glass build --quantize` knows, as in gguf:Q8_0.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ def _contestants(
             path = directory / label.replace(", ", "-").replace(" ", "-")
             start = time.perf_counter()
             try:
-                engine = glass.build(model, path, backend=backend, add_output=outputs, **sizes)
+                name, _, kind = backend.partition(":")
+                engine = glass.build(model, path, backend=name, quantize=kind or None, add_output=outputs, **sizes)
             except glass.GlassError as error:
                 notes.append(f"  {label:30s} left out: {error.what}")
                 continue

@@ -17,7 +17,6 @@ from glassengine.numerics import distances
 from glassengine.numerics.distances import (
     error_histogram,
     measure,
-    pattern_mismatches,
     slice_maxima,
     tensor_hints,
     tensor_values,
@@ -26,7 +25,7 @@ from glassengine.numerics.distances import (
 )
 from glassengine.numerics.tolerance import EXACT, is_inexact, tolerance
 from glassengine.recording.layout.tensors import summarize
-from glassengine.results import ElementDifference, PatternMismatches
+from glassengine.results import ElementDifference
 
 FLOATING = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -148,39 +147,6 @@ def test_slices_of_nothing_of_scalars_and_of_long_axes(monkeypatch: pytest.Monke
     assert (found.step, len(found.maxima), found.worst_index) == (11, 91, 770)
     with pytest.raises(ValueError, match="shapes differ"):
         slice_maxima(torch.zeros(2), torch.zeros(3))
-
-
-def test_planted_patterns() -> None:
-    b = torch.ones(30, 10)
-    assert pattern_mismatches(b, b * 2) == PatternMismatches(300, 0, 0, 0, None, None, None)
-    c = b.clone()
-    c[3, 4] = -1
-    c[20, 1:3] = 0
-    b[29, 9] = torch.finfo(torch.float32).min
-    c[28, 0] = math.inf
-    got = pattern_mismatches(b, c)
-    assert (got.num_sign, got.num_zero, got.num_sentinel) == (1, 2, 2)
-    assert (got.sign_index, got.zero_index, got.sentinel_index) == ((3, 4), (20, 1), (28, 0))
-
-
-def test_sentinels_are_those_of_the_dtype_of_each_side() -> None:
-    b = torch.tensor([torch.finfo(torch.float32).min, -math.inf, 1.0, 6e4])
-    c = torch.tensor([torch.finfo(torch.bfloat16).min, -3e38, 1.0, 6e4], dtype=torch.bfloat16)
-    assert pattern_mismatches(b, c).num_sentinel == 0
-    # 60000 is a large number in float32 and next to the largest in float16.
-    assert pattern_mismatches(b, c.half()).num_sentinel == 1
-    given_value = pattern_mismatches(torch.tensor([-1e9, 5.0]), torch.tensor([-1e9, -1e9]).bfloat16(), sentinels=[-1e9])
-    assert (given_value.num_sentinel, given_value.num_sign, given_value.sentinel_index) == (1, 0, (1,))
-
-
-def test_patterns_of_integers_bools_nan_and_nothing() -> None:
-    got = pattern_mismatches(torch.tensor([1, -2, 0, 3]), torch.tensor([1.0, 2.0, 5.0, math.nan]))
-    assert (got.num_sign, got.num_zero, got.num_sentinel) == (1, 1, 0)
-    assert pattern_mismatches(torch.tensor([True, False]), torch.tensor([True, True])).num_zero == 1
-    assert pattern_mismatches(torch.tensor([0.0]), torch.tensor([-0.0])).num_zero == 0
-    assert pattern_mismatches(torch.empty(0), torch.empty(0)).num_elements == 0
-    with pytest.raises(ValueError, match="complex"):
-        pattern_mismatches(torch.zeros(1, dtype=torch.complex64), torch.zeros(1))
 
 
 def told(found: tuple[ElementDifference, ...]) -> list[tuple[tuple[int, ...], float, float]]:

@@ -52,7 +52,6 @@ class OpenCalls:
         open: (module, path with call, whether it only passes on the call of its wrapper), outermost first.
         num_calls: Calls of each path so far.
         in_call: Whether an outermost call has begun and not been dealt with to its end.
-        tapped: Sites of taps so far.
         handled: The exception that was being handled when the outermost call began.
         leave: Undoes what was set up for the duration of the outermost call.
         alone: Modules that were called by themselves, outside of the model, in this step.
@@ -67,7 +66,6 @@ class OpenCalls:
     open: list[tuple[KnownModule, str, bool]] = field(default_factory=list)
     num_calls: dict[str, int] = field(default_factory=dict)
     in_call: bool = False
-    tapped: set[str] = field(default_factory=set)
     handled: BaseException | None = None
     leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     alone: set[nn.Module] = field(default_factory=set)

@@ -222,10 +222,6 @@ def _executor_of(thread: threading.Thread) -> Executor | None:
     return None
 
 
-def _root(function: Any) -> str:
-    return str(getattr(function, "__module__", None) or "").partition(".")[0]
-
-
 _Registered = list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]]
 
 
@@ -238,7 +234,8 @@ def _registered_at_exit() -> Iterator[_Registered]:
     def collect(function: Any, /, *args: Any, **kwargs: Any) -> Any:
         # What is of Python itself (finalizers, say) is the process's, not its first user's; what cannot be called
         # raises there.
-        is_python = inspect.isroutine(function) and _root(function) in sys.stdlib_module_names
+        root = str(getattr(function, "__module__", None) or "").partition(".")[0]
+        is_python = inspect.isroutine(function) and root in sys.stdlib_module_names
         if is_python or not callable(function):
             return register(function, *args, **kwargs)
         collected.append((function, args, kwargs))

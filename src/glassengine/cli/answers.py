@@ -92,13 +92,10 @@ class Answers:
         if self.sarif is not None:
             from glassengine.report.sarif import repository_of, sarif
 
-            log = sarif(results, _command(), repository_of(Path.cwd()), exit_status)
+            command = next((word for word in settings.words if not word.startswith("-")), "glass")
+            log = sarif(results, command, repository_of(Path.cwd()), exit_status)
             write_text(json_pieces(log), self.sarif, flag="--sarif")
         answer(document, printed)
         # Last: a full disk costs the page, and not the answer.
         write_beside(whole or results[0], self.report, recordings=recordings)
         return exit_status
-
-
-def _command() -> str:
-    return next((word for word in settings.words if not word.startswith("-")), "glass")

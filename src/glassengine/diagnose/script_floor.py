@@ -163,7 +163,8 @@ def _floors(path: Path, others: Sequence[Path]) -> dict[Key, StoredFloor]:
         by_place = {entry.place: entry for entry in source.entries}
         for entry in recording.entries:
             found = by_place.get(entry.place)
-            if _is_data(entry) and (found is None or not is_same(recording, entry, source, found)):
+            is_data = entry.site.startswith(f"{ROOT}:in") and not is_inexact(entry.dtype)
+            if is_data and (found is None or not is_same(recording, entry, source, found)):
                 raise GlassError(
                     "the noise floor was not measured: with other rounding the script gives its model other data",
                     got=f"{entry.site!r}, step {entry.step}",
@@ -179,10 +180,6 @@ def _floors(path: Path, others: Sequence[Path]) -> dict[Key, StoredFloor]:
             hint="what runs outside of PyTorch's ops, or in threads of its own, cannot be rounded otherwise",
         )
     return floors
-
-
-def _is_data(entry: Entry) -> bool:
-    return entry.site.startswith(f"{ROOT}:in") and not is_inexact(entry.dtype)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -108,7 +108,7 @@ def train(
     steps = []
     for batch in batches:
         updates.zero_grad(set_to_none=True)
-        state = _copied(weights_of(plain))
+        state = {name: tensor.detach().clone() for name, tensor in weights_of(plain).items()}
         with raised_by(f"the forward of {type(plain).__name__}"):
             made = module(**own_copies(batch))
         with raised_by("the loss function"):
@@ -221,10 +221,6 @@ def _memory(optimizer: torch.optim.Optimizer, names: Mapping[Any, str]) -> dict[
         for parameter, kept in optimizer.state.items()
         if parameter in names
     }
-
-
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def number_of(value: Any) -> Any:

@@ -221,7 +221,8 @@ def changes(before: Outline, after: Outline) -> tuple[KeyChange, ...]:
 
 def _op_change(before: Outline, after: Outline, number: int) -> KeyChange:
     """Return the change at the first operation that differs."""
-    old_ops, new_ops = ([_op(text) for text in side.ops[number : number + _WINDOW]] for side in (before, after))
+    windows = (side.ops[number : number + _WINDOW] for side in (before, after))
+    old_ops, new_ops = ([re.split(r"[( ]", text, maxsplit=1)[0] for text in window] for window in windows)
     tag = difflib.SequenceMatcher(None, old_ops, new_ops, autojunk=False).get_opcodes()[0][0]
     old, new = ("" if tag == "insert" else before.ops[number]), ("" if tag == "delete" else after.ops[number])
     place = (before if tag == "delete" else after).places[number]
@@ -255,7 +256,3 @@ def _input_changes(before: Outline, after: Outline) -> Iterator[KeyChange]:
 
 def _spell(value: object) -> str:
     return f"({', '.join(map(str, value))})" if isinstance(value, tuple) else str(value)
-
-
-def _op(text: str) -> str:
-    return re.split(r"[( ]", text, maxsplit=1)[0]

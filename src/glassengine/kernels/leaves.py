@@ -53,7 +53,8 @@ def _along(hit: Tensor, axis: int, rank: int) -> str:
         return f"{called} {first} to {last}" if count > 1 else f"{one} {first} of {size}"
     steps = {b - a for a, b in itertools.pairwise(places)}
     if len(steps) == 1 and count > 2:
-        return f"every {_ordinal(steps.pop())} of the {called}, from {first} on"
+        nth = {2: "second", 3: "third"}.get(step := steps.pop(), f"{step}th")
+        return f"every {nth} of the {called}, from {first} on"
     few = ", ".join(map(str, places[:6])) + (", ..." if count > 6 else "")
     return f"{count} of {size} {called} ({few})"
 
@@ -71,10 +72,6 @@ def _triangle(mask: Tensor) -> str | None:
     if low > 0:
         return "the upper triangle"
     return "the lower triangle" if high < 0 else None
-
-
-def _ordinal(number: int) -> str:
-    return {2: "second", 3: "third"}.get(number, f"{number}th")
 
 
 RIGHT = ("identical", "rounding")

@@ -267,7 +267,7 @@ def _tried(case: _Case) -> list[KernelMistake]:
             found.append((left / 1e3 + 1e-4 * mistake.weight, mistake))
             if len(found) >= 8:
                 break
-        elif left < _limit(mistake):
+        elif left < (0.6 if mistake.kind == "precision" else _LIKELY):
             found.append((left + 0.01 * mistake.weight + 0.01, mistake))
     if case.is_float and not any(share < 0.01 for share, _ in found):
         found += _fitted(case, written)
@@ -293,10 +293,6 @@ def _fitted(case: _Case, written: WrittenOut) -> Iterator[tuple[float, Mistake]]
             continue
         if math.isfinite(number) and case.explains(other):
             yield case.unexplained(other) / 1e3, mistake
-
-
-def _limit(mistake: Mistake) -> float:
-    return 0.6 if mistake.kind == "precision" else _LIKELY
 
 
 def _by_region(case: _Case) -> Iterator[KernelMistake]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -18,7 +18,6 @@ from glassengine import blocks as block_sums
 from glassengine.blocks import blocks, widen
 from glassengine.blocks.arrays import error_stream_of, values_of
 from glassengine.blocks.pieces import one_thread
-from glassengine.numerics.mask_values import sentinel
 from glassengine.numerics.slices import figures_of
 from glassengine.results import (
     Altered,
@@ -26,7 +25,6 @@ from glassengine.results import (
     ErrorHistogram,
     Figures,
     Hint,
-    PatternMismatches,
     SliceMaxima,
     TensorValues,
     UlpDistance,
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-__all__ = ["error_histogram", "pattern_mismatches", "slice_maxima", "ulp_distance"]
+__all__ = ["error_histogram", "slice_maxima", "ulp_distance"]
 
 # Longer axes are summarized in steps, so that the result stays small.
 _MAX_SLICES = 1 << 16
@@ -137,39 +135,6 @@ def slice_maxima(baseline: Tensor, candidate: Tensor) -> tuple[SliceMaxima, ...]
     )
 
 
-def pattern_mismatches(baseline: Tensor, candidate: Tensor, *, sentinels: Sequence[float] = ()) -> PatternMismatches:
-    """Return how many elements are of another kind: of opposite sign, zero on one side, a mask sentinel on one side.
-
-    An infinity, and a number near the largest of its dtype (`mask_values.sentinel`), is a sentinel; one of each sign.
-    Elements that are NaN on some side, and sentinels, are neither zero nor have a sign.
-
-    Args:
-        baseline: Any real dtype.
-        candidate: Same shape; any real dtype.
-        sentinels: Further values that stand for "masked", as written before conversion to the dtype of a side.
-
-    Raises:
-        ValueError: The shapes differ, or a side is complex.
-    """
-    if baseline.is_complex() or candidate.is_complex():
-        raise ValueError(f"complex numbers have no sign: {baseline.dtype} and {candidate.dtype}")
-    counts = [0, 0, 0]
-    first: list[int | None] = [None, None, None]
-    for start, (b, c) in blocks(baseline, candidate):
-        x, y = widen(b).numpy(), widen(c).numpy()
-        kind_b, kind_c = _sentinel_kind(x, b.dtype, sentinels), _sentinel_kind(y, c.dtype, sentinels)
-        number = (kind_b == 0) & (kind_c == 0) & ~np.isnan(x) & ~np.isnan(y)
-        sign_b, sign_c = np.sign(x), np.sign(y)
-        for which, differs in enumerate(
-            (number & (sign_b * sign_c < 0), number & ((sign_b == 0) != (sign_c == 0)), kind_b != kind_c)
-        ):
-            if count := int(np.count_nonzero(differs)):
-                counts[which] += count
-                first[which] = start + int(differs.argmax()) if first[which] is None else first[which]
-    sign, zero, sentinel = (_index(position, baseline) for position in first)
-    return PatternMismatches(baseline.numel(), counts[0], counts[1], counts[2], sign, zero, sentinel)
-
-
 def _errors(baseline: Tensor, candidate: Tensor) -> Iterator[Array]:
     """Yield |c - b| piece by piece, inf where exactly one side is not finite or they differ in kind."""
     for error in error_stream_of(values_of(baseline).array, values_of(candidate).array, relative=False)():
@@ -184,16 +149,6 @@ def _keys(piece: Tensor) -> Array:
     if piece.dtype == torch.float8_e8m0fnu:  # powers of two without a sign
         keys = bits.view(torch.uint8).to(torch.int64)
     return cast(Array, keys.numpy())
-
-
-def _sentinel_kind(values: Array, dtype: torch.dtype, sentinels: Sequence[float]) -> Array:
-    """Return 0 for ordinary numbers, 1 and -1 for sentinels of the dtype, 2 and up for the given ones."""
-    kind = np.zeros(values.shape, dtype=np.int64)
-    if dtype.is_floating_point:
-        kind = np.where(np.abs(values) >= sentinel(dtype), np.sign(values), 0).astype(np.int64)
-    for number, given in enumerate(sentinels, 2):
-        kind[values == float(torch.tensor(given, dtype=torch.float64).to(dtype))] = number
-    return kind
 
 
 def _index(position: int | None, tensor: Tensor) -> tuple[int, ...] | None:

@@ -6,7 +6,7 @@ transformers loads a model whose checkpoint lacks parameters: it draws them at r
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,8 @@ def compare_loading(baseline: PromptSide, candidate: PromptSide) -> tuple[list[P
         )
         for cause, names, words in causes:
             if names:
-                is_wrong = cause != "unused parameters" or _of_layers(names) or (side != "baseline" and names != unused)
+                of_layers = any(re.search(r"(^|\.)\d+\.", name) for name in names)
+                is_wrong = cause != "unused parameters" or of_layers or (side != "baseline" and names != unused)
                 detail = f"{side}: {words.format(len(names))}: {', '.join(names[:3])}"
                 found.append(
                     PromptFinding("loading", cause, "wrong" if is_wrong else "note", detail, len(names), one.number)
@@ -116,7 +117,3 @@ def compare_loading(baseline: PromptSide, candidate: PromptSide) -> tuple[list[P
             found.append(PromptFinding("loading", "not compared", "note", f"{side}: {one.reason}"))
         unused = one.unexpected
     return found, number
-
-
-def _of_layers(names: Iterable[str]) -> bool:
-    return any(re.search(r"(^|\.)\d+\.", name) for name in names)

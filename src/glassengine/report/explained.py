@@ -11,7 +11,7 @@ from glassengine.report import words
 from glassengine.report.findings import RULES, ReportFinding, SourceLine, findings, next_step
 from glassengine.report.terminal_check import answer, compared, headline
 from glassengine.report.words import hint_details, of_side, pair_of, size, untried
-from glassengine.results import VERDICTS, Comparison, Divergence, Figures, Pair, Skipped
+from glassengine.results import VERDICTS, Comparison, Divergence, Figures, Pair
 from glassengine.results.without_tensors import LEVEL
 from glassengine.sites import matches
 
@@ -72,11 +72,8 @@ def _tensors(result: Comparison, pattern: str) -> Iterator[str]:
         yield from _tensor(result, site, [pair for pair in pairs if pair.site == site])
     if len(sites) > _MAX_SITES:
         yield f"and {len(sites) - _MAX_SITES} more tensors"
-    yield from map(_left_out, skipped[:_MAX_SITES])
-
-
-def _left_out(item: Skipped) -> str:
-    return f"{item.site} of {of_side(item.side)} was not judged: {item.reason}"
+    for item in skipped[:_MAX_SITES]:
+        yield f"{item.site} of {of_side(item.side)} was not judged: {item.reason}"
 
 
 def _tensor(result: Comparison, site: str, pairs: Sequence[Pair]) -> Iterator[str]:

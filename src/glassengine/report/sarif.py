@@ -59,7 +59,8 @@ def sarif(
 
 def failed(error: Message, command: str, exit_status: int) -> dict[str, Any]:
     """Return the log of a command that ended with an error: it has no results, and a notification."""
-    parts = [error.what, *(f"{name}: {text}" for name, text in _parts(error) if text)]
+    told = {"got": error.got, "expected": error.expected, "hint": error.hint}
+    parts = [error.what, *(f"{name}: {text}" for name, text in told.items() if text)]
     notification = {"level": "error", "message": {"text": _text(". ".join(parts))}}
     invocation = {
         "executionSuccessful": False,
@@ -73,10 +74,6 @@ def repository_of(here: Path) -> Path:
     """Return the nearest directory above that holds a repository; the directory itself where there is none."""
     here = here.resolve()
     return next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
-
-
-def _parts(error: Message) -> list[tuple[str, str | None]]:
-    return [("got", error.got), ("expected", error.expected), ("hint", error.hint)]
 
 
 def _log(

@@ -400,13 +400,10 @@ def _outputs(outputs: tuple[ReplayedOutput, ...]) -> Table:
     table.add_column("output", overflow="fold")
     for name in ("dtype", "shape", "as recorded", "largest difference", "not finite"):
         table.add_column(name, no_wrap=True)
-    worst = sorted(outputs, key=lambda output: output.same_bits is not False)
-    for output in worst[:_MAX_OUTPUTS]:
-        bits = {None: "not recorded", True: "same bits", False: f"{output.num_different} differ"}[output.same_bits]
-        largest = "" if not output.max_abs_diff else f"{output.max_abs_diff:.3g}"
+    for output, (bits, *others) in itertools.islice(words.outputs(outputs), _MAX_OUTPUTS):
         style = "red" if output.same_bits is False else ""
         shape = ",".join(map(str, output.shape))
-        table.add_row(output.name, output.dtype, shape, Text(bits, style=style), largest, output.nonfinite)
+        table.add_row(output.name, output.dtype, shape, Text(bits, style=style), *others)
     if len(outputs) > _MAX_OUTPUTS:
         table.add_row(f"and {len(outputs) - _MAX_OUTPUTS} more (--json lists all)")
     return table

@@ -16,7 +16,6 @@ from glassengine.results import (
     ArtifactComparison,
     Comparison,
     Divergence,
-    EngineColumn,
     Figures,
     Granularity,
     Hint,
@@ -31,6 +30,7 @@ from glassengine.results import (
 from glassengine.results.answer import Exemption, InputUsed
 from glassengine.results.backends import Difference
 from glassengine.results.engines import StepDifference
+from glassengine.results.recorded import ReplayedOutput
 from glassengine.results.sentences import named_mistake
 from glassengine.results.without_tensors import RolloutComparison
 
@@ -344,6 +344,13 @@ def replay_sentence(result: Replayed) -> str:
     return f"{same} of {len(known)} outputs have the same bits as recorded"
 
 
+def outputs(found: Sequence[ReplayedOutput]) -> Iterator[tuple[ReplayedOutput, tuple[str, str, str]]]:
+    """Yield outputs, those that differ first, each with cells: as recorded, largest difference, not finite."""
+    for one in sorted(found, key=lambda one: one.same_bits is not False):
+        bits = {None: "not recorded", True: "same bits", False: f"{one.num_different} differ"}[one.same_bits]
+        yield one, (bits, f"{one.max_abs_diff:.3g}" if one.max_abs_diff else "", one.nonfinite)
+
+
 def titles(result: SideBySide) -> list[str]:
     """Return the names of the directories of engines where these tell them apart, else the directories."""
     directories = [column.engine for column in result.columns]
@@ -359,7 +366,8 @@ def engine_rows(result: SideBySide) -> Iterator[tuple[str, list[str]]]:
         yield "directory", directories
     yield "backend", [column.backend for column in columns]
     yield "dtype", [column.dtype for column in columns]
-    yield "added outputs", [_names(column.added_outputs) for column in columns]
+    added = (column.added_outputs for column in columns)
+    yield "added outputs", [f"{len(names)}: {shortened(names, _MAX_NAMES)}" if names else "none" for names in added]
     for option in columns[0].options:
         yield option, [column.options[option] for column in columns]
     for what in ("total", "executable", "weights"):
@@ -369,7 +377,8 @@ def engine_rows(result: SideBySide) -> Iterator[tuple[str, list[str]]]:
         times = [column.prefill_ms if what == "prefill" else column.decode_ms for column in columns]
         yield what, ["-" if time is None else _with_ratio(f"{time:.4g} ms", time, times[0]) for time in times]
     total = sum(len(tokens) for tokens in result.token_ids)
-    yield "tokens", ["chosen", *(_tokens(column, total) for column in columns[1:])]
+    others = (column.num_different_tokens for column in columns[1:])
+    yield "tokens", ["chosen", *(f"{number} of {total} differ" if number else "equal" for number in others)]
     yield "logits", ["-", *(AGREEMENT[column.agreement] for column in columns[1:] if column.agreement)]
 
 
@@ -454,14 +463,6 @@ def point_cells(point: SeriesPoint) -> Sequence[str]:
 def number_words(value: float | None) -> str:
     """Return a number of a series."""
     return "not finite" if value is None else f"{value:.6g}"
-
-
-def _tokens(column: EngineColumn, total: int) -> str:
-    return f"{column.num_different_tokens} of {total} differ" if column.num_different_tokens else "equal"
-
-
-def _names(names: tuple[str, ...]) -> str:
-    return f"{len(names)}: {shortened(names, _MAX_NAMES)}" if names else "none"
 
 
 def _bytes(size: float) -> str:

@@ -95,53 +95,6 @@ class TensorValues(Result):
 
 
 @dataclass(frozen=True)
-class PatternMismatches(Result):
-    """Elements whose kind differs: sign of non-zero numbers, zero or not, mask sentinel or not (or of other sign).
-
-    The indices are of the first such element, None where there is none.
-    """
-
-    num_elements: int
-    num_sign: int
-    num_zero: int
-    num_sentinel: int
-    sign_index: tuple[int, ...] | None
-    zero_index: tuple[int, ...] | None
-    sentinel_index: tuple[int, ...] | None
-
-
-@dataclass(frozen=True)
-class LogitsDifference(Result):
-    """How much two sets of logits disagree, over rows of the last dimension; entropies and likelihoods are in nats.
-
-    `kl` is KL(softmax(baseline) || softmax(candidate)). `top1_agreement` and `topk_agreement` are the share of the
-    baseline's 1 and k likeliest tokens that are among the candidate's 1 and k likeliest (ties included). Rows without
-    a distribution on some side (NaN, +inf, all -inf) are only counted, in `num_undefined`. The perplexities are those
-    of the targets, None without targets; everything is None when no row is left.
-    """
-
-    num_rows: int
-    num_undefined: int
-    vocab_size: int
-    k: int
-    top1_agreement: float | None
-    topk_agreement: float | None
-    mean_kl: float | None
-    max_kl: float | None
-    worst_row: tuple[int, ...] | None
-    num_targets: int
-    baseline_perplexity: float | None
-    candidate_perplexity: float | None
-
-    @property
-    def perplexity_diff(self) -> float | None:
-        """Candidate minus baseline."""
-        if self.baseline_perplexity is None or self.candidate_perplexity is None:
-            return None
-        return self.candidate_perplexity - self.baseline_perplexity
-
-
-@dataclass(frozen=True)
 class Summary(Result):
     """Statistics of one tensor.
 

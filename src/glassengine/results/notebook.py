@@ -121,13 +121,10 @@ def worst_rows(result: Any) -> list[list[tuple[str, Any]]]:
             module = pair.site.rpartition("/")[0] or pair.site
             places[module] = None
             key = pair.step, module
-            worst[key] = max(worst.get(key, pair), pair, key=_badness)
+            known = worst.get(key, pair)
+            worst[key] = max(known, pair, key=lambda one: (list(_COLORS).index(one.verdict), _level(one)))
     steps = sorted({step for step, _ in worst})[:MAX_ROWS]
     return [[(name, worst.get((step, name))) for name in places] for step in steps]
-
-
-def _badness(pair: Any) -> tuple[int, int]:
-    return list(_COLORS).index(pair.verdict), _level(pair)
 
 
 def _level(pair: Any) -> int:

@@ -368,12 +368,10 @@ class Invariance(Result):
             return f"bitwise equal under {', '.join(one.what for one in self.changes)}"
         if not worst:
             return "nothing was compared"
-        others = ", ".join(one.what for one in worst[1:])
-        if self.ok:
-            return f"rounding explains what {worst[0].what}{others and f', {others}'} " + (
-                "changes" if not others else "change"
-            )
-        return worst[0].in_words() + (others and f"; likewise {others}")
+        others = "".join(f", {one.what}" for one in worst[1:])
+        if self.ok and others:
+            return f"rounding explains what {worst[0].what}{others} change"
+        return worst[0].in_words() + (f"; likewise {others[2:]}" if others else "")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from glassengine.backends.onnx.export import MODEL_FILE, export_onnx
 from glassengine.backends.onnx.network import list_network, list_optimized
 from glassengine.backends.protocol.backend import Network
 from glassengine.capture.observers import run_program
+from glassengine.program.representation.outputs import add_outputs
 from glassengine.program.representation.program import Program
 from glassengine.testing import models
 
@@ -105,6 +106,22 @@ def test_keys_that_heads_share_are_not_repeated(
     assert {node for layer in layers for node in layer.nodes} <= {node.name for node in program.graph.nodes}
     scores = [layer.outputs[0].shape for layer in layers if layer.operation == "Softmax"]
     assert scores == ["[batch, 2, 2*sequence, cache]"] * len(scores) and len(scores) > 1
+
+
+def test_a_runtime_knows_the_norms_of_a_graph(
+    program_of: Callable[..., Program], converted: Callable[[str], Path], tmp_path: Path
+) -> None:
+    program = program_of("llama")
+    assert _num_norms(converted("llama"), program) == 5
+    # One whose root is an output stays as it is.
+    export_onnx(add_outputs(program, ["rsqrt"]), tmp_path)
+    assert _num_norms(tmp_path / MODEL_FILE, program) == 4
+
+
+def _num_norms(path: Path, program: Program) -> int:
+    optimized = list_optimized(path, program, list_network(path, program, "a runtime"))
+    assert optimized is not None
+    return sum(layer.operation == "SimplifiedLayerNormalization" for layer in optimized.layers)
 
 
 def test_handles_stay_out_of_the_program(program_of: Callable[..., Program], converted: Callable[[str], Path]) -> None:

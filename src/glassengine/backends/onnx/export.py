@@ -171,6 +171,7 @@ def export_onnx(program: Program, directory: Path) -> None:
         _keep_constants(converted.model.graph)
         converted.optimize()
     graph = converted.model.graph
+    _divide_by_roots(graph)
     name_layers(graph, converted.exported_program.graph, functional)
     _rename(graph, inputs, outputs)
     _check_inputs(functional, graph)
@@ -223,6 +224,21 @@ def _keep_constants(graph: Any) -> None:
                 kept.outputs[0].name = f"{value.name}:{index}:of:{node.name}"
                 graph.insert_before(node, kept)
                 node.replace_input_with(index, kept.outputs[0])
+
+
+def _divide_by_roots(graph: Any) -> None:
+    """Write x * (1 / sqrt(v)) as x / sqrt(v), by which runtimes know a norm, where nothing else reads 1 / sqrt(v)."""
+    for node in list(graph):
+        uses = list(node.outputs[0].uses())
+        if node.op_type != "Reciprocal" or node.outputs[0].is_graph_output() or len(uses) != 1:
+            continue
+        ((product, place),), root = uses, node.inputs[0]
+        if product.op_type == "Mul" and root.producer() is not None and root.producer().op_type == "Sqrt":
+            other = product.inputs[1 - place]
+            product.op_type = "Div"
+            product.replace_input_with(0, other)
+            product.replace_input_with(1, root)
+            graph.remove(node, safe=True)
 
 
 @contextlib.contextmanager

@@ -258,7 +258,7 @@ def _by_pattern(rule: MapRule, ours: NameIndex, theirs: NameIndex) -> tuple[list
         if targets is not None:
             found.append(NamePair(rule, name, targets))
         else:
-            lacking[name] = _first_target(rule, name)
+            lacking[name] = next((targets[0] for targets in _targets(rule, name)), rule.candidates[0])
     if not found and rule.is_optional:
         return [], {}
     if not found:
@@ -365,7 +365,3 @@ def _moved(captured: tuple[str, ...], offset: int) -> tuple[str, ...]:
     if at is None or not offset:
         return captured
     return (*captured[:at], str(int(captured[at]) + offset), *captured[at + 1 :])
-
-
-def _first_target(rule: MapRule, name: str) -> str:
-    return next((targets[0] for targets in _targets(rule, name)), rule.candidates[0])

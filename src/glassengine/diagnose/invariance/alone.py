@@ -47,14 +47,11 @@ def tried_alone(found: CallDifference) -> Iterator[SwitchTried]:
     )
     if capability is not None:
         yield SwitchTried("ATEN_CPU_CAPABILITY=default", capability, "operation")
-    if a.name in ("mm", "addmm") and a.outputs[0].dtype is torch.float32 and _is_cpu(a):
+    is_cpu = all(one.device.type == "cpu" for one in a.inputs)
+    if a.name in ("mm", "addmm") and a.outputs[0].dtype is torch.float32 and is_cpu:
         yield SwitchTried("oneDNN's linear, at least 2 rows", _by_onednn(a, b, found.view), "operation")
     if a.outputs and a.outputs[0].dtype in (torch.float32, torch.float16, torch.bfloat16):
         yield SwitchTried("float64, rounded once", _in_float64(a, b, found.view), "operation")
-
-
-def _is_cpu(op: TracedOp) -> bool:
-    return all(one.device.type == "cpu" for one in op.inputs)
 
 
 def _agree(view: PartMapping, x: list[Tensor], y: list[Tensor]) -> bool:

@@ -251,10 +251,12 @@ def _compared(subject: InvarianceSubject, variant: InvarianceWay, pair: tuple[Re
         if name == "logits":
             num_tokens += x[..., 0].numel()
             num_changed += int((x.argmax(-1) != y.argmax(-1)).sum())
-        runs = [x.double() + one[i] for one in noisy] if x.is_floating_point() else []
-        reference = Reference(_exact(x), x, runs, dtype=_floating(x), valid=None, relative_floor=relative)
+        is_float = x.is_floating_point()
+        runs = [x.double() + one[i] for one in noisy] if is_float else []
+        exact, dtype = (x.double(), x.dtype) if is_float else (x, torch.float32)
+        reference = Reference(exact, x, runs, dtype=dtype, valid=None, relative_floor=relative)
         found = reference.judge(y)
-        if x.is_floating_point():
+        if is_float:
             relative = max(relative, reference.relative_floor)
         verdict, reason = _verdict(x, y, found)
         own = _Compared(variant, verdict, 0, 0, largest_difference(x, y), _largest(x), found.noise_ratio, reason)
@@ -289,14 +291,6 @@ def _parts(variant: InvarianceWay, first: Results, second: Results) -> Any:
             pair = view.aligned(x, y) if x is not None and has_rows else None
             if pair is not None:
                 yield name, *pair
-
-
-def _exact(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def _floating(tensor: Tensor) -> torch.dtype:
-    return tensor.dtype if tensor.is_floating_point() else torch.float32
 
 
 def _largest(tensor: Tensor) -> float | None:

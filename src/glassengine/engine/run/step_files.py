@@ -151,7 +151,7 @@ class StepFiles:
                 path.write_text(json.dumps({"schema_version": 1, "files": self._files}, indent=1), encoding="utf-8")
         for name, tensor in tensors.items():
             with aside(self.directory / f"{stems[name]}-step{step}.npy") as path, path.open("wb") as file:
-                np.save(file, _as_numpy(tensor), allow_pickle=False)
+                np.save(file, (tensor.float() if _lacks_numpy(tensor) else tensor).numpy(), allow_pickle=False)
 
     def _move_earlier_files(self) -> None:
         """Move the files of an earlier run, and nothing else, into a new directory beside the new ones."""
@@ -221,10 +221,6 @@ def _file_stems(names: Iterable[str], named: Mapping[str, str]) -> dict[str, str
         taken.add(stem.lower())
         stems[name] = stem
     return stems
-
-
-def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    return (tensor.float() if _lacks_numpy(tensor) else tensor).numpy()
 
 
 def _lacks_numpy(tensor: torch.Tensor) -> bool:

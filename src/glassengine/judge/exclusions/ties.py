@@ -262,7 +262,8 @@ def _ranked_otherwise(node: Node, choice: Choice, values: Sequence[Tensor], othe
     indices = other[1] if isinstance(other, (tuple, list)) else other
     if not isinstance(at, int) or not isinstance(indices, Tensor) or is_real(indices) or exact.shape[at] < 2:
         return other  # of all elements at once, say: runs that differ are seen all the same
-    order = exact.sort(dim=at, descending=_is_descending(node, choice), stable=True)
+    is_descending = bool(argument(node, choice.flag)) if choice.flag else choice.descending
+    order = exact.sort(dim=at, descending=is_descending, stable=True)
     size, noise = exact.shape[at], _noise(values, at)
     # Two runs may happen to agree with the exact one in a row, so that its noise is too small.
     noise = torch.maximum(noise, order.values.abs() * _relative(values)).nan_to_num(0.0, 0.0, 0.0)
@@ -294,10 +295,6 @@ def _ranked_otherwise(node: Node, choice: Choice, values: Sequence[Tensor], othe
     found = exact.gather(at, chosen if is_kept else chosen.unsqueeze(at))
     taken = torch.where(is_turned, found if is_kept else found.squeeze(at), other[0])
     return type(other)((taken, chosen))
-
-
-def _is_descending(node: Node, choice: Choice) -> bool:
-    return bool(argument(node, choice.flag)) if choice.flag else choice.descending
 
 
 def _is_of_places(node: Node) -> bool:

@@ -51,11 +51,6 @@ class Arguments:
         """Return the keyword arguments for a step."""
         return {**{theirs: step[ours] for ours, theirs in self.names.items() if ours in step}, **self.fixed}
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether every argument has the name of its input."""
-        return all(ours == theirs for ours, theirs in self.names.items())
-
     def ours(self, port: str) -> str:
         """Return what the steps call an input of the candidate's program: "x" of "idx", "pair[0]" of "both[0]"."""
         for ours, theirs in self.names.items():

@@ -42,7 +42,6 @@ class Origin:
     step: int
     node: str
     verdict: Verdict
-    num_inherited: int = 0
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,6 @@ class OriginTracker:
         for name in carried:
             origin = self.origins[name]
             origin.verdict = worst([origin.verdict, verdict])
-            origin.num_inherited += 1
         return Visited(verdict, inherited=True), carried
 
     def _trail_of(self, source: Node) -> _Trail:

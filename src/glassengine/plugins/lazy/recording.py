@@ -185,13 +185,9 @@ def brought_in(tensor: torch.Tensor) -> LazyValue:
 
 def held(data: torch.Tensor) -> LazyValue:
     """Return the value of data that nothing else writes to."""
-    if data.storage_offset() or not _is_dense(data):
+    if data.storage_offset() or not torch.ops.aten.is_non_overlapping_and_dense.default(data):
         data = data.contiguous().clone()
     return LazyValue(spec_of(data), data=data)
-
-
-def _is_dense(data: torch.Tensor) -> bool:
-    return torch.ops.aten.is_non_overlapping_and_dense.default(data)  # type: ignore[no-any-return]
 
 
 def lazy_tensor(value: LazyValue) -> LazyTensor:

@@ -197,18 +197,13 @@ def _activated(kind: str, fusion: int, real: Mapping[str, float], *, has_third: 
         lines.append("gate, linear = Split <axis = 2, num_outputs = 2> (first)")
     else:
         lines += ["gate = Identity (first)", "linear = Identity (third)"]
-    for name, number in (("alpha", real.get("activation_alpha", 1.0)), ("beta", real.get("activation_beta", 0.0))):
-        lines += [
-            f"{name}_plain = Constant <value = float {{{number!r}}}> ()",
-            f"{name} = CastLike ({name}_plain, first)",
-        ]
+    numbers = {"alpha": real.get("activation_alpha", 1.0), "beta": real.get("activation_beta", 0.0)}
     if "swiglu_limit" in real:
-        limit = real["swiglu_limit"]
-        for name, number in (("most", limit), ("least", -limit)):
-            lines += [
-                f"{name}_plain = Constant <value = float {{{number!r}}}> ()",
-                f"{name} = CastLike ({name}_plain, first)",
-            ]
+        numbers |= {"most": real["swiglu_limit"], "least": -real["swiglu_limit"]}
+    for name, number in numbers.items():
+        lines.append(f"{name}_plain = Constant <value = float {{{number!r}}}> ()")
+        lines.append(f"{name} = CastLike ({name}_plain, first)")
+    if "swiglu_limit" in real:
         lines += ["gated = Min (gate, most)", "linear_most = Min (linear, most)", "line = Max (linear_most, least)"]
     else:
         lines += ["gated = Identity (gate)", "line = Identity (linear)"]

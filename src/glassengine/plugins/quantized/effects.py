@@ -186,13 +186,13 @@ def difference(expected: Outcome, found: Outcome) -> dict[str, Any]:
             "the results of the two sides differ in shape", got=str(list(c.shape)), expected=str(list(b.shape))
         )
     error, power = float((c.double() - b.double()).square().sum()), float(b.double().square().sum())
-    logits = compare_logits(b, c) if expected.are_logits else None
+    kl, agreement = (compare_logits(b, c) if expected.are_logits else None) or (None, None)
     return {
         "error": error,
         "snr_db": snr_db(power, error),
         "cosine": cosine(b, c),
-        "kl": logits.mean_kl if logits else None,
-        "agreement": logits.top1_agreement if logits else None,
+        "kl": kl,
+        "agreement": agreement,
     }
 
 
@@ -220,7 +220,8 @@ def checkpoint_drift(
     baseline: nn.Module, candidate: nn.Module, forwards: Sequence[Mapping[str, Any]]
 ) -> tuple[DriftRow, ...]:
     """Return the rows of the modules without children that both sides have, in the order in which they first run."""
-    modules = [_leaves(side) for side in (baseline, candidate)]
+    named = (side.named_modules() for side in (baseline, candidate))
+    modules = [{name: one for name, one in pairs if not list(one.children())} for pairs in named]
     names = [name for name in modules[0] if name in modules[1]]
     sums: dict[str, DriftSums] = {}
     for forward in forwards:
@@ -247,10 +248,6 @@ def checkpoint_drift(
             with _listening({name: table[name] for name in names}, observer):
                 side(**forward)
     return shared([own.row(name, name, "module", own.loss) for name, own in sums.items() if own.num_tensors])
-
-
-def _leaves(side: nn.Module) -> dict[str, nn.Module]:
-    return {name: one for name, one in side.named_modules() if not list(one.children())}
 
 
 @contextmanager

@@ -36,11 +36,18 @@ from glassengine.compare.loader import assembled
 from glassengine.compare.matching.maps import MapRule, TensorMap, parse_map
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.reading.documents import read_document
-from glassengine.serving.protocol import ServedWeight
+from glassengine.serving.protocol import ServedWeight, ServingRun
 
 _TABLES = Path(__file__).parent / "tables"
 _MOST_BYTES = 1 << 20
 _IN_NAME = re.compile(r"\$\{(\w+)\}")
+
+
+def recorded(layout: str, target: str, run: ServingRun, architecture: str = "decoder", **more: Any) -> dict[str, Any]:
+    """Return what the recording of an engine says of itself: `layout` names the table of its names."""
+    own = {"kind": "model", "layout": layout, "target": target, "architecture": architecture, "dtype": "float32"}
+    sizes = {"prompt_lengths": [len(run.prompt)], "as_deployed": run.as_deployed, "device": ["cpu"]}
+    return {**own, **sizes, **more}
 
 
 class TableFile(msgspec.Struct, forbid_unknown_fields=True):

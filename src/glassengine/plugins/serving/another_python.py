@@ -61,7 +61,8 @@ def check_against(request: CheckRequest, python: str) -> Comparison:
         baseline = model.module if is_factory(model.spec) else request.baseline
         result = request.route(replace(request, baseline=baseline, candidate=record, inputs=judged))
     theirs = about["environment"]
-    versions = ", ".join(f"{name} {theirs['versions'][name]}" for name in _named(theirs["versions"]))
+    known = theirs["versions"]
+    versions = ", ".join(f"{name} {known[name]}" for name in ("torch", "transformers") if name in known)
     sides = {"baseline": {**environment.describe(), **_own_settings()}, "candidate": theirs}
     notes = [] if result.ok else [f"the environments differ: {'; '.join(differences(sides)) or 'in nothing recorded'}"]
     return replace(
@@ -71,10 +72,6 @@ def check_against(request: CheckRequest, python: str) -> Comparison:
         environment=sides,
         notes=(*notes, *result.notes),
     )
-
-
-def _named(versions: Mapping[str, Any]) -> list[str]:
-    return [name for name in ("torch", "transformers") if name in versions]
 
 
 def _own_settings() -> dict[str, Any]:

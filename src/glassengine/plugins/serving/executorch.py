@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from glassengine.errors import UsageError
-from glassengine.plugins.serving.interpreter import Elsewhere, Interpreter
+from glassengine.plugins.serving.alignment import recorded
+from glassengine.plugins.serving.interpreter import Interpreter, ValuesAlone
 from glassengine.recording.formats.files import SafetensorsFile
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.serving.protocol import ServingOptions, ServingRun
@@ -19,7 +20,7 @@ _INTERPRETER = Interpreter("ExecuTorch", "executorch", "glassengine_executorch",
 
 
 @dataclass
-class ExecutorchCandidate(Elsewhere):
+class ExecutorchCandidate(ValuesAlone):
     """A program, with what says which of its operations is which of the exported graph's."""
 
     file: Path
@@ -49,20 +50,13 @@ class ExecutorchCandidate(Elsewhere):
                 "following": list(run.following) if run.following is not None else None,
             }
             _INTERPRETER.start(self.options.python, request)
-            metadata = {
-                "kind": "model",
-                "layout": "executorch",
-                "architecture": "decoder",
-                "target": f"executorch:{self.file.absolute()}",
-                "as_deployed": True,
-                "dtype": "float32",
-                "device": ["cpu"],
-            }
+            metadata = recorded("executorch", f"executorch:{self.file.absolute()}", run, as_deployed=True)
             files = sorted(Path(folder).glob("values-*.safetensors"), key=lambda one: int(one.stem.split("-")[1]))
             with RecordingWriter(path, metadata=metadata) as writer:
                 for step, file in enumerate(files):
                     tokens = _take(file, step, writer)
-                    writer.metadata.setdefault("prompt_lengths", [len(tokens)])
+                    if step == 0:
+                        writer.metadata["prompt_lengths"] = [len(tokens)]
                     writer.commit(step, token_ids=[tokens])
 
 

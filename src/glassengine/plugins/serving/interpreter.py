@@ -89,8 +89,8 @@ class Interpreter:
         raise BackendError(f"{self.engine} failed", got=last)
 
 
-class Elsewhere:
-    """A candidate of which only the values are seen that its engine computes in another interpreter."""
+class ValuesAlone:
+    """A candidate that shows the values that its engine computes; a subclass may show more."""
 
     def weights(self, module: nn.Module, config: Any) -> Mapping[str, ServedWeight]:
         """Return nothing: engines pack their weights for the processor that they run on."""

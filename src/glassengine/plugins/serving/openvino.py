@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from glassengine.backends.openvino import shared_core
 from glassengine.errors import BackendError, UsageError, first_line
 from glassengine.extensions import require_package
-from glassengine.plugins.serving.alignment import Unread, as_parameter
+from glassengine.plugins.serving.alignment import Unread, as_parameter, recorded
 from glassengine.plugins.serving.inside.glassengine_executorch import MOVES, OTHERWISE
+from glassengine.plugins.serving.interpreter import ValuesAlone
 from glassengine.recording.write.writer import RecordingWriter
-from glassengine.serving.protocol import EngineSetting, ServedWeight, ServingOptions, ServingRun
+from glassengine.serving.protocol import ServedWeight, ServingOptions, ServingRun
 
 _FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64}
 _SHAPED = ("Convert", "Reshape", "Unsqueeze")
@@ -190,7 +191,7 @@ _INPUTS = ("input_ids", "attention_mask", "position_ids", "beam_idx")
 
 
 @dataclass
-class OpenvinoCandidate:
+class OpenvinoCandidate(ValuesAlone):
     """A file of OpenVINO."""
 
     file: Path
@@ -209,14 +210,6 @@ class OpenvinoCandidate:
         """Return its constants."""
         return held(self.openvino, self._read(), module)
 
-    def extra_weights(self) -> Sequence[str]:
-        """Return nothing: constants that stand for no parameter are numbers of operations."""
-        return ()
-
-    def settings(self, config: Any) -> Sequence[EngineSetting]:
-        """Return nothing: its numbers are constants of the graph."""
-        return ()
-
     def record(self, run: ServingRun, path: Path) -> None:
         """Run it in float32 with every op observed, and write down what each computed."""
         model = self._read()
@@ -231,16 +224,7 @@ class OpenvinoCandidate:
         names = observed(model)
         logits = next((place for place, one in enumerate(model.outputs) if "logits" in one.get_names()), 0)
         places = _shown(model, names)
-        metadata = {
-            "kind": "model",
-            "layout": "openvino",
-            "architecture": "decoder",
-            "target": f"openvino:{self.file.absolute()}",
-            "as_deployed": False,
-            "dtype": "float32",
-            "device": ["cpu"],
-            "prompt_lengths": [len(run.prompt)],
-        }
+        metadata = recorded("openvino", f"openvino:{self.file.absolute()}", run, as_deployed=False)
         try:
             settings = {**_SETTINGS, "INFERENCE_NUM_THREADS": self.options.threads}
             request = shared_core().compile_model(model, "CPU", settings).create_infer_request()

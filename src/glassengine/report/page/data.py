@@ -29,8 +29,6 @@ from glassengine.results.report import ReportColumn, ReportFiles
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from glassengine.recording.layout.layout import Entry
-    from glassengine.recording.source import TensorSource
 
 FOLDER = "data"
 MOST_TENSORS = 200
@@ -145,7 +143,7 @@ class PageValues:
         from glassengine.recording.source import open_source
 
         self._sides = open_source(baseline), open_source(candidate)
-        self._entries = tuple(map(_by_place, self._sides))
+        self._entries = tuple({(one.step, one.rank, one.site): one for one in side.entries} for side in self._sides)
         self.without: Counter[str] = Counter()
 
     def write(self, folder: DataFolder, rows: Iterable[tuple[int, Pair]]) -> tuple[int, ...]:
@@ -187,10 +185,6 @@ def item_of(baseline: Tensor, candidate: Tensor) -> dict[str, Any]:
     from glassengine.numerics.distances import error_histogram, tensor_values
 
     return {**vars(tensor_values(baseline, candidate)), "errors": error_histogram(baseline, candidate)}
-
-
-def _by_place(source: TensorSource) -> dict[tuple[int, int, str], Entry]:
-    return {(entry.step, entry.rank, entry.site): entry for entry in source.entries}
 
 
 class _Names(dict[str, int]):

@@ -132,7 +132,8 @@ def _compared(result: Comparison, pair: Pair | None) -> Head:
         lines += [("but", why)] if result.ok else _because(result, found, first)
         lines += _about(result, found, pair)
     num = result.counts["compared"]
-    lines.append(("judged", f"{num:,} tensors, coverage {result.coverage:.1%}" + _calibrated(result)))
+    calibration = "" if result.calibration is None else f"; {result.calibration}"
+    lines.append(("judged", f"{num:,} tensors, coverage {result.coverage:.1%}{calibration}"))
     lines += [("not counted", text) for text in [words.exempt(result.exemptions)] if text]
     return Head(
         mark=top.mark,
@@ -195,10 +196,6 @@ def _about(result: Comparison, found: Divergence, pair: Pair | None) -> list[tup
     if inherited := result.counts["inherited"]:
         lines.append(("after", f"{inherited:,} later tensors differ only because of it"))
     return lines
-
-
-def _calibrated(result: Comparison) -> str:
-    return "" if result.calibration is None else f"; {result.calibration}"
 
 
 def _sources(found: Divergence | None) -> tuple[PageSource, ...]:
@@ -316,16 +313,7 @@ def _replayed(result: Replayed, comparison: Comparison | None, pair: Pair | None
     broken = table("Ops that break", about, ("op", "node", "module", "source"), ops, is_open=True)
     what = "What the snapshot gave when it was run again, against what was recorded."
     columns = ("output", "tensor", "as recorded", "largest difference", "not finite")
-    rows = [
-        (
-            one.name,
-            shaped(one.dtype, one.shape),
-            {None: "not recorded", True: "same bits", False: f"{one.num_different} differ"}[one.same_bits],
-            "" if not one.max_abs_diff else f"{one.max_abs_diff:.3g}",
-            one.nonfinite,
-        )
-        for one in sorted(result.outputs, key=lambda one: one.same_bits is not False)
-    ]
+    rows = [(one.name, shaped(one.dtype, one.shape), *cells) for one, cells in words.outputs(result.outputs)]
     return Head(
         mark="ok" if result.ok else "NOT OK",
         tone="good" if result.ok else "bad",
@@ -532,18 +520,11 @@ def _prompt(one: PromptFinding) -> tuple[Cell, ...]:
 
 
 def _drift(row: DriftRow) -> tuple[str, ...]:
-    numbers = f"{row.snr_db:.1f}", f"{row.cosine_similarity:.6f}", _decibels(row.introduced_db), _percent(row.share)
-    return row.kind, row.site, *numbers
+    made = "" if row.introduced_db is None else f"{row.introduced_db:.1f}"
+    share = "" if row.share is None else f"{row.share:.1%}"
+    return row.kind, row.site, f"{row.snr_db:.1f}", f"{row.cosine_similarity:.6f}", made, share
 
 
 def _weight(one: QuantizedWeight) -> tuple[str, ...]:
     hints = "; ".join(hint.text for hint in one.hints)
     return one.name, one.verdict, f"{one.snr_db:.1f}", f"{one.rms_steps:.3g}", hints
-
-
-def _decibels(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"

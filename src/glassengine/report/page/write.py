@@ -37,7 +37,7 @@ from glassengine.report.page.redact import MOST_BYTES, MOST_PAIRS, first_pairs, 
 from glassengine.report.page.without_tensors import head_of_apart, with_rollout
 from glassengine.results import Comparison, Comparisons, Replayed, Verdict, sentences, worst
 from glassengine.results.report import ReportPage, StepLabel, WrittenReport
-from glassengine.results.stored import Apart, OnPair, Plain, Stored, read_result, without_pairs
+from glassengine.results.stored import Apart, OnPair, Stored, read_result, without_pairs
 from glassengine.writing import local, remove_tree
 
 PAGE = "index.html"
@@ -265,7 +265,7 @@ def _page(
     pair = None if first is None else rows.pair(first)
     skipped = ListFiles(folder, "skipped", _SKIPPED_PER_FILE)
     for item in () if result is None else result.skipped:
-        skipped.add(_without_nothing(item.to_dict()))
+        skipped.add({key: value for key, value in item.to_dict().items() if value is not None})
     skipped.close()
     if result is not None and result.reads:
         _write_reads(result.reads, rows, folder)
@@ -314,10 +314,6 @@ def _why_none(values: PageValues | None) -> str:
             "The result has no values. With two recordings: glass report RESULT -o DIR --recordings BASELINE CANDIDATE"
         )
     return f"Values are shown of the {MOST_TENSORS} worst tensors that both recordings have in one layout."
-
-
-def _without_nothing(item: Mapping[str, Any]) -> Plain:
-    return {key: value for key, value in item.items() if value is not None}
 
 
 def _template(name: str) -> Any:

@@ -251,13 +251,10 @@ def _within(
         cut = (step < 0) & (parameter.sign() == value.sign()) & (parameter.abs() < 8 / 6 * value.abs())
         parameter = torch.where(cut & (parameter.abs() > value.abs()), value, parameter)
     like = {key: one.float() for key, one in _like(parameter, other_parameters).items()}
-    found = judge_weight(parameter, value, step, like, by_group=not any(map(_is_codebook, served.types)))
+    has_codebook = any(kind.startswith(("IQ1", "IQ2", "IQ3", "TQ")) for kind in served.types)
+    found = judge_weight(parameter, value, step, like, by_group=not has_codebook)
     hints = tuple(replace(hint, text=f"{name}: {hint.text}") for hint in found.mistakes)
     return ("wrong" if found.mistakes else "rounding"), found, hints
-
-
-def _is_codebook(kind: str) -> bool:
-    return kind.startswith(("IQ1", "IQ2", "IQ3", "TQ"))
 
 
 def _like(parameter: Tensor, other_parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ import torch
 
 from glassengine import starting
 from glassengine.errors import BackendError, CorruptError, UsageError
+from glassengine.plugins.serving.alignment import recorded
 from glassengine.plugins.serving.ggml.file import GgufFile
 from glassengine.reading.documents import Size
 from glassengine.reading.files import open_regular, shown
@@ -146,19 +147,9 @@ def _write(folder: Path, path: Path, run: ServingRun, file: GgufFile) -> dict[st
         answer = line.answer or answer
     following = list(run.following or ())[: run.steps]
     tokens = [*run.prompt, *following, *answer["made"][len(following) : run.steps]]
-    metadata: dict[str, Any] = {
-        "kind": "model",
-        "layout": "ggml",
-        "target": f"gguf:{file.path.absolute()}",
-        "architecture": file.architecture,
-        "as_deployed": run.as_deployed,
-        "rope_type": answer["rope_type"],
-        "vocab_size": answer["vocabulary"],
-        "settings": {name: value for name, value in file.settings.items() if isinstance(value, (int, float))},
-        "dtype": "float32",
-        "device": ["cpu"],
-        "prompt_lengths": [len(run.prompt)],
-    }
+    settings = {name: value for name, value in file.settings.items() if isinstance(value, (int, float))}
+    more = {"rope_type": answer["rope_type"], "vocab_size": answer["vocabulary"], "settings": settings}
+    metadata = recorded("ggml", f"gguf:{file.path.absolute()}", run, file.architecture, **more)
     graph: dict[str, dict[str, Any]] = {}
     steps: dict[int, dict[int, str]] = {}
     counts: Counter[tuple[int, str]] = Counter()

@@ -25,7 +25,15 @@ from torch import Tensor, nn
 from glassengine.compare.matching.layouts import LayoutOperation
 from glassengine.compare.matching.maps import MapRule, NameIndex, captures, substitute
 from glassengine.errors import UsageError
-from glassengine.plugins.serving.alignment import AlignmentTable, Unread, adds_one, as_parameter, numbers_of, table_of
+from glassengine.plugins.serving.alignment import (
+    AlignmentTable,
+    Unread,
+    adds_one,
+    as_parameter,
+    numbers_of,
+    recorded,
+    table_of,
+)
 from glassengine.plugins.serving.onnx.decoder import CONFIG, OWN_LOOP, Feeds, OnnxDecoder, generated, open_decoder
 from glassengine.plugins.serving.onnx.held import Held, HeldGraph, facts_of, whole_tensor
 from glassengine.program.onnx.file import OnnxFile, read_onnx
@@ -74,17 +82,8 @@ def run_decoder(
         named = (name for node in graph.nodes if node.op_type != "Constant" for name in node.output if name)
         wanted = [name for name in named if name not in parts]
         observed = open_session(graph.file, wanted)
-        metadata: dict[str, Any] = {
-            "kind": "model",
-            "layout": "onnx",
-            "target": f"genai:{decoder.place.absolute()}",
-            "architecture": architecture,
-            "as_deployed": run.as_deployed,
-            "dtype": "float32",
-            "device": ["cpu"],
-            "prompt_lengths": [len(run.prompt)],
-            "graph": facts_of(graph, names),
-        }
+        target = f"genai:{decoder.place.absolute()}"
+        metadata = recorded("onnx", target, run, architecture, graph=facts_of(graph, names))
         if loop is not None:
             metadata["generator"] = loop.note or OWN_LOOP
         with RecordingWriter(path, metadata=metadata) as writer:

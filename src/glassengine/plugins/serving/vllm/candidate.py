@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from glassengine.errors import BackendError, CorruptError, UsageError
-from glassengine.plugins.serving.interpreter import Elsewhere, Interpreter
+from glassengine.plugins.serving.interpreter import Interpreter, ValuesAlone
 from glassengine.plugins.serving.requests import Forwards
 from glassengine.recording.formats.folders import ServerFolder
 from glassengine.recording.source import TensorSource
@@ -23,7 +23,7 @@ _INTERPRETER = Interpreter("vLLM", "vllm", "glassengine_vllm_run", INSIDE)
 
 
 @dataclass
-class VllmCandidate(Elsewhere):
+class VllmCandidate(ValuesAlone):
     """A checkpoint, and the interpreter that vLLM is installed for."""
 
     place: Path

@@ -217,14 +217,10 @@ def recorder_of(runner: Any) -> Recorder:
             "block_size": int(config.cache_config.block_size or 0),
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
             "batched_tokens": int(config.scheduler_config.max_num_batched_tokens),
-            "version": _version(),
+            "version": str(importlib.import_module("vllm").__version__),
         }
         found.attach(runner.model, facts)
     return found
-
-
-def _version() -> str:
-    return str(importlib.import_module("vllm").__version__)
 
 
 def register() -> None:
