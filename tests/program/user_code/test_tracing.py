@@ -109,3 +109,16 @@ def test_ops_that_are_taken_down_from_a_run_have_their_lines() -> None:
         op="call_function", target=torch.ops.aten.mul.Tensor
     )
     assert "return self.layer(x) * table" in nodes[0].meta["stack_trace"]
+
+
+class OfInputs(OfNumpy):
+    """The same of an argument that is called `inputs`."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs)
+
+
+def test_an_argument_called_inputs_is_taken_down() -> None:
+    module, given = OfInputs().eval(), {"inputs": torch.randn(5, 3)}
+    result = export_module(module, [given]).exported.module()(**given)
+    assert torch.equal(result, module(**given))

@@ -282,11 +282,11 @@ class _Repeated(nn.Module):
             else:
                 part.register_buffer(last, tensor)
 
-    def forward(self, **inputs: Any) -> Any:
+    def forward(self, **by_name: Any) -> Any:  # "inputs" may be the name of one of them
         weights = {name: self._weight(name) for name in self._names}
         for target, name in self._constants.items():
             self._graph[0].__dict__[target] = self._weight(name)
-        tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in pytree.tree_leaves(by_name) if isinstance(leaf, torch.Tensor)]
         with torch.fx.traceback.preserve_node_meta():  # the user's lines
             return torch.fx.Interpreter(self._graph[0]).run(weights, tensors)
 
