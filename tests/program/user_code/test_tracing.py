@@ -14,6 +14,7 @@ from torch.utils._traceback import CapturedTraceback
 
 from glassengine.program.export.export import export_module
 from glassengine.program.representation.stored import load_graph, save_program
+from glassengine.program.user_code.forward import explicit_keywords
 from glassengine.program.user_code.tracing import fast_tracing, fast_writing, without_collections, written_down
 
 
@@ -120,5 +121,7 @@ class OfInputs(OfNumpy):
 
 def test_an_argument_called_inputs_is_taken_down() -> None:
     module, given = OfInputs().eval(), {"inputs": torch.randn(5, 3)}
-    result = export_module(module, [given]).exported.module()(**given)
-    assert torch.equal(result, module(**given))
+    repeated = written_down(module, given)
+    with explicit_keywords(repeated, given):
+        exported = torch.export.export(repeated, (), given, dynamic_shapes={"inputs": None})
+    assert torch.equal(exported.module()(**given), module(**given))
