@@ -385,14 +385,14 @@ def done_later(node: Node, there: Node, counterparts: Mapping[str, str]) -> Node
     """Return the candidate's op that does what `node` does with its other operands, but to what is made after others.
 
     Args:
-        node: Of the baseline, an op of several tensors.
+        node: Of the baseline, an op of one or several tensors.
         there: What the candidate has of it: the counterpart of one of them, which passes it by.
         counterparts: Node of the baseline -> node of the candidate; weights have one name.
     """
     others = {counterparts.get(source.name, source.name) for source in node.all_input_nodes} - {there.name}
-    if not others or len(others) == len(node.all_input_nodes):
+    if len(others) == len(node.all_input_nodes):
         return None
-    known = set(counterparts.values())
+    known = {counterparts.get(one.name) for one in node.graph.nodes if one.target is node.target}
     for op in down([there], depth=_SOON):
         sources = {source.name for source in op.all_input_nodes}
         if op.target is node.target and op.name not in known and others < sources and there.name not in sources:

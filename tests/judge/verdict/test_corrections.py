@@ -403,3 +403,22 @@ def test_a_line_that_stands_elsewhere_in_the_baseline_is_named_where_it_is_wrong
     inputs = {name: torch.randn(4, 8) for name in ("x", "r", "s")}
     first = check(Weighted(), candidate=WeightedOtherwise(), inputs=inputs).first_divergence
     assert first is not None and (first.candidate_source or "").endswith("x = x * s"), first
+
+
+class Activated(nn.Module):
+    """An activation before or after a sum."""
+
+    def __init__(self, is_before: bool) -> None:
+        super().__init__()
+        self.layer, self.is_before = nn.Linear(8, 8), is_before
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.layer(x)
+        return nn.functional.gelu(made) + x if self.is_before else nn.functional.gelu(made + x)
+
+
+def test_an_activation_that_is_done_later_is_not_called_missing() -> None:
+    right, wrong = Activated(is_before=True), Activated(is_before=False)
+    wrong.load_state_dict(right.state_dict())
+    first = check(right, candidate=wrong, inputs={"x": torch.randn(4, 8)}).first_divergence
+    assert first is not None and first.hints[0].text.startswith("gelu is done after add, not before it")
