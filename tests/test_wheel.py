@@ -139,7 +139,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(dist: Path, root: Path) ->
     wanted = {
         path.relative_to(source).as_posix()
         for path in source.rglob("*")
-        if path.is_file() and path.suffix != ".pyc" and ".egg-info" not in path.as_posix()
+        if path.is_file() and "__pycache__" not in path.parts and ".egg-info" not in path.as_posix()
     }
     package = {name for name in names if not name.partition("/")[0].endswith(".dist-info")}
     assert package == wanted
