@@ -11,7 +11,7 @@ from enum import Enum, auto
 
 
 class Work(Enum):
-    """A stage of building, checking or replaying; `FIRST_ANSWER` tells a result, and is no stage."""
+    """A stage of building, checking or replaying; the text of `FIRST_ANSWER` is a result."""
 
     LOADING = auto()
     DEQUANTIZING = auto()
