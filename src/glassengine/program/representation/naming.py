@@ -25,7 +25,7 @@ from glassengine.sites import ROOT, Site, SiteTable, op_site, port_site, tap_sit
 
 _PLACEMENT = frozenset({"device", "pin_memory", "layout"})  # where, not what: the same on every device
 _SLICE = re.compile(r"slice\(([^,]+), ([^,]+), ([^)]+)\)")
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n(?!\s*File ")\s*(?P<code>[^\n]*)')
 
 
 _STRICT_VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
