@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from glassengine.sites import parts_of_line
 
 _LONGEST_NAME = 60
+_LONGEST_CODE = 80
 _OF_OPS = frozenset({"results differ", "differs inside"})
 """Where a wrong op is why a comparison is not ok."""
 _SIDES = re.compile(
@@ -58,6 +60,17 @@ def mistake(found: Any) -> str | None:
         text = f"{sides['other']} in place of {sides['one']}{place}"
     own = found.candidate_source if found.candidate_source != found.source else None
     return f"{text} (proven)" + (f": {place_of(own)}" if own else "")
+
+
+def lines_of(found: Any) -> str:
+    """Return ": the baseline has `x.mean(0)`, the candidate `x.sum(0)`" of two lines that differ; of a proof nothing."""
+    if found.hints and found.hints[0].proven:
+        return ""
+    ours, theirs = (
+        shorten(parts_of_source(source or "")[1], _LONGEST_CODE, placeholder=" ...")
+        for source in (found.source, found.candidate_source)
+    )
+    return f": the baseline has `{ours}`, the candidate `{theirs}`" if ours and theirs and ours != theirs else ""
 
 
 def short(name: str) -> str:

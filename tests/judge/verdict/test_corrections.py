@@ -421,4 +421,48 @@ def test_an_activation_that_is_done_later_is_not_called_missing() -> None:
     right, wrong = Activated(is_before=True), Activated(is_before=False)
     wrong.load_state_dict(right.state_dict())
     first = check(right, candidate=wrong, inputs={"x": torch.randn(4, 8)}).first_divergence
-    assert first is not None and first.hints[0].text.startswith("gelu is done after add, not before it")
+    assert first is not None and first.hints[0].text == "gelu is done after add, not before it"
+
+
+class LastOfEach(nn.Module):
+    """Takes the last valid place of each row, or the last place of all."""
+
+    def __init__(self, is_of_row: bool) -> None:
+        super().__init__()
+        self.is_of_row = is_of_row
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        x = x.tanh()
+        if self.is_of_row:
+            x = x[torch.arange(len(x)), :, lengths - 1]
+        else:
+            x = x[:, :, -1]
+        return x.exp()
+
+
+def test_both_lines_are_quoted_where_no_mistake_is_proven() -> None:
+    inputs = {"x": torch.randn(3, 4, 6), "lengths": torch.tensor([2, 6, 4])}
+    result = check(LastOfEach(True), candidate=LastOfEach(False), inputs=inputs)
+    both = "the baseline has `x = x[torch.arange(len(x)), :, lengths - 1]`, the candidate `x = x[:, :, -1]`"
+    assert str(result.not_ok_because).endswith(f"the first wrong op is ./index.0: {both}")
+    first = result.first_divergence
+    assert first is not None and first.hints[0].text == "the baseline has sub, index, the candidate select"
+
+
+class Dilated(nn.Module):
+    """A convolution that looks back, padded for its dilation."""
+
+    def __init__(self, dilation: int) -> None:
+        super().__init__()
+        self.layer, self.dilation = nn.Conv1d(4, 4, 3, dilation=dilation), dilation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(nn.functional.pad(x, (2 * self.dilation, 0))).tanh()
+
+
+def test_a_padding_that_goes_with_a_dilation_is_one_mistake() -> None:
+    right, wrong = Dilated(2), Dilated(1)
+    wrong.load_state_dict(right.state_dict())
+    first = check(right, candidate=wrong, inputs={"x": torch.randn(2, 4, 9)}).first_divergence
+    assert first is not None and first.hints[0].proven and first.hints[0].kind == "other"
+    assert "pad of pad: [4, 0] in the baseline, [2, 0] in the candidate; dilation" in first.hints[0].text

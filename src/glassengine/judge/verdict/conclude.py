@@ -211,6 +211,8 @@ def _joined(found: Sequence[Divergence]) -> list[Divergence]:
     if not found or not found[0].source or not any(hint.proven for hint in found[0].hints[:1]):
         return list(found)
     first = found[0]
+    if first.hints[0].evidence == "order":
+        return list(found)  # that an op is done later explains the other op of the line
     own = (first.step, first.source, first.site.rpartition("/")[0])
     alike: dict[str, list[Hint]] = {}
     for one in found:
