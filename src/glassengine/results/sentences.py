@@ -63,7 +63,7 @@ def mistake(found: Any) -> str | None:
 
 
 def lines_of(found: Any) -> str:
-    """Return ": the baseline has `x.mean(0)`, the candidate `x.sum(0)`" of two lines that differ; of a proof nothing."""
+    """Return ": the baseline has `x.mean(0)`, the candidate `x.sum(0)`", if the lines differ; of a proof nothing."""
     if found.hints and found.hints[0].proven:
         return ""
     ours, theirs = (

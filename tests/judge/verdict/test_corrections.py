@@ -429,21 +429,22 @@ class LastOfEach(nn.Module):
 
     def __init__(self, is_of_row: bool) -> None:
         super().__init__()
-        self.is_of_row = is_of_row
+        self.take = self.of_row if is_of_row else self.of_all
 
     def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        x = x.tanh()
-        if self.is_of_row:
-            x = x[torch.arange(len(x)), :, lengths - 1]
-        else:
-            x = x[:, :, -1]
-        return x.exp()
+        return self.take(x.tanh(), lengths).exp()
+
+    def of_row(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return x[torch.arange(len(x)), :, lengths - 1]
+
+    def of_all(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return x[:, :, -1]
 
 
 def test_both_lines_are_quoted_where_no_mistake_is_proven() -> None:
     inputs = {"x": torch.randn(3, 4, 6), "lengths": torch.tensor([2, 6, 4])}
     result = check(LastOfEach(True), candidate=LastOfEach(False), inputs=inputs)
-    both = "the baseline has `x = x[torch.arange(len(x)), :, lengths - 1]`, the candidate `x = x[:, :, -1]`"
+    both = "the baseline has `return x[torch.arange(len(x)), :, lengths - 1]`, the candidate `return x[:, :, -1]`"
     assert str(result.not_ok_because).endswith(f"the first wrong op is ./index.0: {both}")
     first = result.first_divergence
     assert first is not None and first.hints[0].text == "the baseline has sub, index, the candidate select"
