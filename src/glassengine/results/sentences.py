@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from glassengine.sites import parts_of_line
 
 _LONGEST_NAME = 60
-_LONGEST_CODE = 80
+_LONGEST_CODE, _LONGEST_SAME = 80, 30
 _OF_OPS = frozenset({"results differ", "differs inside"})
 """Where a wrong op is why a comparison is not ok."""
 _SIDES = re.compile(
@@ -66,9 +67,11 @@ def lines_of(found: Any) -> str:
     """Return ": the baseline has `x.mean(0)`, the candidate `x.sum(0)`", if the lines differ; of a proof nothing."""
     if found.hints and found.hints[0].proven:
         return ""
+    codes = [parts_of_source(source or "")[1] for source in (found.source, found.candidate_source)]
+    # A long line begins shortly before the two differ.
+    start = len(os.path.commonprefix(codes)) - _LONGEST_SAME if max(map(len, codes)) > _LONGEST_CODE else 0
     ours, theirs = (
-        shorten(parts_of_source(source or "")[1], _LONGEST_CODE, placeholder=" ...")
-        for source in (found.source, found.candidate_source)
+        shorten(f"...{code[start:]}" if start > 0 else code, _LONGEST_CODE, placeholder=" ...") for code in codes
     )
     return f": the baseline has `{ours}`, the candidate `{theirs}`" if ours and theirs and ours != theirs else ""
 

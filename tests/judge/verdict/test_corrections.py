@@ -467,3 +467,41 @@ def test_a_padding_that_goes_with_a_dilation_is_one_mistake() -> None:
     first = check(right, candidate=wrong, inputs={"x": torch.randn(2, 4, 9)}).first_divergence
     assert first is not None and first.hints[0].proven and first.hints[0].kind == "other"
     assert "pad of pad: [4, 0] in the baseline, [2, 0] in the candidate; dilation" in first.hints[0].text
+
+
+class Stepped(nn.Module):
+    """A recurrence of complex numbers, which are not judged, in `torch.vmap`, and a module in it."""
+
+    def __init__(self, is_centered: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = Centered(is_centered)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(self.inner)(x).sin()
+
+
+class Centered(nn.Module):
+    """Takes the mean away, or does not."""
+
+    def __init__(self, is_centered: bool) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+        self.prepare = self.centered if is_centered else self.kept
+
+    def centered(self, x: torch.Tensor) -> torch.Tensor:
+        return self.turn * (x - x.mean())
+
+    def kept(self, x: torch.Tensor) -> torch.Tensor:
+        return self.turn * (x + x.mean())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.prepare(x.to(torch.complex64))
+        return (z * z).real
+
+
+def test_the_one_line_that_differs_in_a_region_is_named() -> None:
+    first = check(Stepped(True), candidate=Stepped(False), inputs={"x": torch.randn(3, 8)}).first_divergence
+    assert first is not None and first.site.startswith("inner/"), first
+    assert (first.candidate_source or "").endswith("return self.turn * (x + x.mean())"), first
+    assert (first.source or "").endswith("return self.turn * (x - x.mean())"), first

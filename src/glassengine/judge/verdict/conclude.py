@@ -24,6 +24,7 @@ from glassengine.judge.verdict.corrections import (
     line_of_added_op,
     line_of_number,
     line_of_reader,
+    lines_of_region,
     lines_that_differ,
     with_lines,
 )
@@ -329,6 +330,7 @@ def as_written(score: Score, program: Program, divergence: Divergence) -> Diverg
         or line_of_reader(program, own, known, divergence)
     )
     both = None if line else lines_that_differ(program, own, known, divergence)
+    both = both or lines_of_region(program, own, known, divergence)
     if both is not None:
         return dataclasses.replace(named, source=both[0], candidate_source=both[1])
     line = line or _source_there(score, named)
