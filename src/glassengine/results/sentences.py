@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -69,7 +69,8 @@ def lines_of(found: Any) -> str:
         return ""
     codes = [parts_of_source(source or "")[1] for source in (found.source, found.candidate_source)]
     # A long line begins shortly before the two differ.
-    start = len(os.path.commonprefix(codes)) - _LONGEST_SAME if max(map(len, codes)) > _LONGEST_CODE else 0
+    same = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(*codes, strict=False)))
+    start = same - _LONGEST_SAME if max(map(len, codes)) > _LONGEST_CODE else 0
     ours, theirs = (
         shorten(f"...{code[start:]}" if start > 0 else code, _LONGEST_CODE, placeholder=" ...") for code in codes
     )
