@@ -421,7 +421,7 @@ def test_an_activation_that_is_done_later_is_not_called_missing() -> None:
     right, wrong = Activated(is_before=True), Activated(is_before=False)
     wrong.load_state_dict(right.state_dict())
     first = check(right, candidate=wrong, inputs={"x": torch.randn(4, 8)}).first_divergence
-    assert first is not None and first.hints[0].text.startswith("gelu is done after add, not before it")
+    assert first is not None and first.hints[0].text == "gelu is done after add, not before it"
 
 
 class Scale(nn.Module):
@@ -461,8 +461,6 @@ def test_a_module_that_is_called_later_is_named_where_it_is_called() -> None:
     assert first is not None and first.hints[0].text.startswith("mul with scale.weight is done after add")
     lines = [line for line in (first.source, first.candidate_source) if line and line.endswith("x = self.scale(x)")]
     assert len(set(lines)) == 2, first
-
-    assert first is not None and first.hints[0].text == "gelu is done after add, not before it"
 
 
 class LastOfEach(nn.Module):

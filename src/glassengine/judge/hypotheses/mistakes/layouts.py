@@ -63,9 +63,8 @@ def reshaped(question: Question) -> Iterator[Hypothesis]:
             if len(pairs) < 2:
                 continue
             kind, how = _of_axes(question, node, *pairs[0][1:])
-            places = [_places(sizes, (1, 0)) for _, _, sizes in pairs]
-            places = places if joined is split else [one.argsort() for one in places]
-            edit = _rearranged(joined, *zip((axis for axis, _, _ in pairs), places, strict=True))
+            moved = [(axis, _places(sizes, (1, 0))) for axis, _, sizes in pairs]
+            edit = _rearranged(joined, *((axis, one if joined is split else one.argsort()) for axis, one in moved))
             text = f"{done} as {_in_words(pairs[0][2], (1, 0), how)}, in {len(pairs)} places"
             yield Hypothesis(kind, text, {node: edit})
 
@@ -157,7 +156,7 @@ def _places(parts: Sequence[int], order: Sequence[int]) -> torch.Tensor:
 
 
 def _rearranged(joined: Sequence[int], *moved: tuple[int, torch.Tensor]) -> Edit:
-    def edit(call: TrialCall) -> torch.Tensor:
+    def edit(call: TrialCall) -> Any:
         value = call.value.reshape(joined)
         for axis, places in moved:
             value = value.index_select(axis, places)
