@@ -421,7 +421,90 @@ def test_an_activation_that_is_done_later_is_not_called_missing() -> None:
     right, wrong = Activated(is_before=True), Activated(is_before=False)
     wrong.load_state_dict(right.state_dict())
     first = check(right, candidate=wrong, inputs={"x": torch.randn(4, 8)}).first_divergence
-    assert first is not None and first.hints[0].text.startswith("gelu is done after add, not before it")
+    assert first is not None and first.hints[0].text == "gelu is done after add, not before it"
+
+
+class LastOfEach(nn.Module):
+    """Takes the last valid place of each row, or the last place of all."""
+
+    def __init__(self, is_of_row: bool) -> None:
+        super().__init__()
+        self.take = self.of_row if is_of_row else self.of_all
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return self.take(x.tanh(), lengths).exp()
+
+    def of_row(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return x[torch.arange(len(x)), :, lengths - 1]
+
+    def of_all(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return x[:, :, -1]
+
+
+def test_both_lines_are_quoted_where_no_mistake_is_proven() -> None:
+    inputs = {"x": torch.randn(3, 4, 6), "lengths": torch.tensor([2, 6, 4])}
+    result = check(LastOfEach(True), candidate=LastOfEach(False), inputs=inputs)
+    both = "the baseline has `return x[torch.arange(len(x)), :, lengths - 1]`, the candidate `return x[:, :, -1]`"
+    assert str(result.not_ok_because).endswith(f"the first wrong op is ./index.0: {both}")
+    first = result.first_divergence
+    assert first is not None and first.hints[0].text == "the baseline has sub, index, the candidate select"
+
+
+class Dilated(nn.Module):
+    """A convolution that looks back, padded for its dilation."""
+
+    def __init__(self, dilation: int) -> None:
+        super().__init__()
+        self.layer, self.dilation = nn.Conv1d(4, 4, 3, dilation=dilation), dilation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(nn.functional.pad(x, (2 * self.dilation, 0))).tanh()
+
+
+def test_a_padding_that_goes_with_a_dilation_is_one_mistake() -> None:
+    right, wrong = Dilated(2), Dilated(1)
+    wrong.load_state_dict(right.state_dict())
+    first = check(right, candidate=wrong, inputs={"x": torch.randn(2, 4, 9)}).first_divergence
+    assert first is not None and first.hints[0].proven and first.hints[0].kind == "other"
+    assert "pad of pad: [4, 0] in the baseline, [2, 0] in the candidate; dilation" in first.hints[0].text
+
+
+class Stepped(nn.Module):
+    """A recurrence of complex numbers, which are not judged, in `torch.vmap`, and a module in it."""
+
+    def __init__(self, is_centered: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = Centered(is_centered)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(self.inner)(x).sin()
+
+
+class Centered(nn.Module):
+    """Takes the mean away, or does not."""
+
+    def __init__(self, is_centered: bool) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+        self.prepare = self.centered if is_centered else self.kept
+
+    def centered(self, x: torch.Tensor) -> torch.Tensor:
+        return self.turn * (x - x.mean())
+
+    def kept(self, x: torch.Tensor) -> torch.Tensor:
+        return self.turn * (x + x.mean())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.prepare(x.to(torch.complex64))
+        return (z * z).real
+
+
+def test_the_one_line_that_differs_in_a_region_is_named() -> None:
+    first = check(Stepped(True), candidate=Stepped(False), inputs={"x": torch.randn(3, 8)}).first_divergence
+    assert first is not None and first.site.startswith("inner/"), first
+    assert (first.candidate_source or "").endswith("return self.turn * (x + x.mean())"), first
+    assert (first.source or "").endswith("return self.turn * (x - x.mean())"), first
 
 
 def negated(x: torch.Tensor) -> torch.Tensor:

@@ -164,6 +164,33 @@ def _is_called(program: Program, node: Node, names: Collection[str]) -> bool:
     return (site := _site(program, node)) is not None and any(site.name.endswith(f"/{name}") for name in names)
 
 
+def lines_of_region(
+    baseline: Program, program: Program | None, counterparts: Mapping[str, str], divergence: Divergence
+) -> tuple[str, str] | None:
+    """Return the one line of each side that the other has not, of those that run the ops of a region.
+
+    None where a mistake is proven, where the lines of its end differ, and where more lines do.
+    """
+    there = counterparts.get(divergence.node or "")
+    if program is None or there is None or any(hint.proven for hint in divergence.hints[:1]):
+        return None
+    ends = baseline.node(divergence.node or ""), program.node(there)
+    regions = region_of(ends[0], counterparts)[0], region_of(ends[1], set(counterparts.values()))[0]
+    if _code(source_line(ends[0])) != _code(source_line(ends[1])):
+        return None
+    calls = [
+        [[line for depth in range(1, depth_of(op) + 1) if (line := source_line(op, depth))] for op in ops]
+        for ops in regions
+    ]
+    codes = [{_code(line) for lines in ops for line in lines} for ops in calls]
+    # What a line that differs calls differs as well.
+    ours, theirs = (
+        {_code(line): line for lines in ops if (line := next((a for a in lines if _code(a) not in known), None))}
+        for ops, known in zip(calls, reversed(codes), strict=True)
+    )
+    return (*ours.values(), *theirs.values()) if len(ours) == len(theirs) == 1 else None  # type: ignore[return-value]
+
+
 def _changed(baseline: Program, program: Program, node: Node) -> str | None:
     """Return the line of a program that is most like that of a baseline's op, which it does not have; None without it.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,31 @@ _WORDS = {"approximate": ("none", "tanh"), "rounding_mode": ("floor", "trunc")}
 
 def same_op(question: Question) -> Iterator[Hypothesis]:
     """Yield: all arguments as the candidate's op of the same name has them, several at once."""
+    for node, differing in _differing(question):
+        first, value = differing[0]
+        text = _text_of_all(question, differing)
+        kind = kind_of(question, first, value)
+        if len(differing) > 1:  # no line is corrected by one of them
+            yield Hypothesis(kind, text, {node: becoming(differing)})
+        else:
+            yield Hypothesis(kind, text, {node: becoming(differing)}, name_of(question, first), (first.value, value))
+
+
+def same_ops(question: Question) -> Iterator[Hypothesis]:
+    """Yield: the arguments of several ops as the candidate has them: a padding that goes with a dilation."""
+    several = dict(_differing(question))
+    if len(several) > 1:
+        everything = [one for differing in several.values() for one in differing]
+        edits = {node: becoming(differing) for node, differing in several.items()}
+        yield Hypothesis(kind_of(question, *everything[-1]), _text_of_all(question, everything), edits)
+
+
+def _text_of_all(question: Question, differing: Sequence[tuple[Literal, Any]]) -> str:
+    return "; ".join(text_of(question, one, other) for one, other in differing)
+
+
+def _differing(question: Question) -> Iterator[tuple[Node, list[tuple[Literal, Any]]]]:
+    """Yield the ops whose arguments are others in the candidate's op of the same name, with these and their values."""
     for node in question.trial.ops:
         there = _in_its_place(question, node)
         if there is None:
@@ -53,15 +78,8 @@ def same_op(question: Question) -> Iterator[Hypothesis]:
             for literal in literals_of(there)
             if literal.place in ours and not is_as_theirs(ours[literal.place], literal, ranks) and _is_asked(literal)
         ]
-        if not differing:
-            continue
-        first, value = differing[0]
-        text = "; ".join(text_of(question, one, other) for one, other in differing)
-        kind = kind_of(question, first, value)
-        if len(differing) > 1:  # no line is corrected by one of them
-            yield Hypothesis(kind, text, {node: becoming(differing)})
-        else:
-            yield Hypothesis(kind, text, {node: becoming(differing)}, name_of(question, first), (first.value, value))
+        if differing:
+            yield node, differing
 
 
 def _in_its_place(question: Question, node: Node) -> Node | None:
