@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -360,6 +360,9 @@ def another_inside(question: Question) -> Iterator[Hypothesis]:
 def another_pass(question: Question) -> Iterator[Hypothesis]:
     """Yield: of a loop over steps or layers, what another pass made is read: a state or a memory that is stale."""
     trial = question.trial
+    ours, theirs = (Counter(op.target for op in ops if not passes_on(op)) for ops in (trial.ops, question.theirs))
+    if theirs and ours - theirs:
+        return  # what the candidate lacks reads nothing else: it is left out
     inside = {question.label(n): (question.in_baseline(n), trial.values[n]) for n in [*trial.inputs, *trial.ops]}
     there = {name: (question.named.get(question.sources.get(name, "")), one) for name, one in question.others.items()}
     made: dict[Any, list[tuple[str, Node, Any]]] = defaultdict(list)
