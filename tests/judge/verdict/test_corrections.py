@@ -544,3 +544,116 @@ def test_the_one_line_that_differs_in_a_region_is_named() -> None:
     assert first is not None and first.site.startswith("inner/"), first
     assert (first.candidate_source or "").endswith("return self.turn * (x + x.mean())"), first
     assert (first.source or "").endswith("return self.turn * (x - x.mean())"), first
+
+
+def negated(x: torch.Tensor) -> torch.Tensor:
+    return -nn.functional.softplus(-x)
+
+
+class BothSides(nn.Module):
+    """Calls a function of both sides with a number and its opposite."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        return negated(x) + negated(-x)
+
+
+class OneSide(nn.Module):
+    """Calls it with the number twice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        return negated(x) + negated(x)
+
+
+class Linked(nn.Module):
+    """Two views of one tensor, of which one is read."""
+
+    def forward(self, x: torch.Tensor, links: torch.Tensor) -> torch.Tensor:
+        x = x.sigmoid()
+        rows, columns = x.unsqueeze(3), x.unsqueeze(2)
+        new = rows * x.flip(2).unsqueeze(2)
+        return (1 - rows - columns) * links.tanh() + new
+
+
+class LinkedOtherwise(nn.Module):
+    """The other one is read."""
+
+    def forward(self, x: torch.Tensor, links: torch.Tensor) -> torch.Tensor:
+        x = x.sigmoid()
+        rows, columns = x.unsqueeze(3), x.unsqueeze(2)
+        new = columns * x.flip(2).unsqueeze(2)
+        return (1 - rows - columns) * links.tanh() + new
+
+
+class Written(nn.Module):
+    """Parts of a tensor that are written one after the other, then read in a line of both sides."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = []
+        for part in x.sin().chunk(3, 1):
+            part = part.clone()
+            part[..., 2:4] = part[..., :2] + part[..., 2:4]
+            made.append(part)
+        all_parts = torch.cat(made, 1)
+        all_parts[..., 1::2] = all_parts[..., 1::2].clamp_(0, 1)
+        return all_parts
+
+
+class WrittenOtherwise(nn.Module):
+    """The same with a subtraction."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = []
+        for part in x.sin().chunk(3, 1):
+            part = part.clone()
+            part[..., 2:4] = part[..., :2] - part[..., 2:4]
+            made.append(part)
+        all_parts = torch.cat(made, 1)
+        all_parts[..., 1::2] = all_parts[..., 1::2].clamp_(0, 1)
+        return all_parts
+
+
+class Seen(nn.Module):
+    """A mask that is made in one line and read in a line of both sides."""
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        seen = torch.einsum("ij,biq,bjp->bqp", 1 - torch.triu(torch.ones(6, 6)), x.sin(), x.sin())
+        return torch.gather(seen, 2, places)
+
+
+class SeenOtherwise(nn.Module):
+    """The mask of the other side."""
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        seen = torch.einsum("ij,biq,bjp->bqp", 1 - torch.tril(torch.ones(6, 6)), x.sin(), x.sin())
+        return torch.gather(seen, 2, places)
+
+
+@pytest.mark.parametrize(
+    ("both", "shapes", "wanted"),
+    [
+        ((BothSides(), OneSide()), {"x": (4, 8)}, "return negated(x) + negated(x)"),
+        (
+            (Linked(), LinkedOtherwise()),
+            {"x": (3, 1, 5), "links": (3, 1, 5, 5)},
+            "new = columns * x.flip(2).unsqueeze(2)",
+        ),
+        ((Written(), WrittenOtherwise()), {"x": (2, 6, 5)}, "part[..., 2:4] = part[..., :2] - part[..., 2:4]"),
+        (
+            (Seen(), SeenOtherwise()),
+            {"x": (2, 6, 6), "places": (2, 6, 3)},
+            'seen = torch.einsum("ij,biq,bjp->bqp", 1 - torch.tril(torch.ones(6, 6)), x.sin(), x.sin())',
+        ),
+    ],
+)
+def test_a_line_of_both_sides_is_not_what_to_change(
+    both: tuple[nn.Module, nn.Module], shapes: dict[str, tuple[int, ...]], wanted: str
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    inputs = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    if "places" in inputs:
+        inputs["places"] = inputs["places"].argsort(-1)
+    first = check(both[0], candidate=both[1], inputs=inputs).first_divergence
+    assert first is not None and first.hints[0].proven, first
+    assert (first.candidate_source or "").endswith(wanted), (first.candidate_source, first.hints[0].text)

@@ -21,6 +21,7 @@ from glassengine.judge.sides.protocol import ObservedAt, Place, float_nodes
 from glassengine.judge.site_pairs import ancestors, origin_of, paired_results
 from glassengine.judge.verdict.corrections import (
     is_beside,
+    is_of_both,
     line_of_added_op,
     line_of_number,
     line_of_reader,
@@ -329,7 +330,8 @@ def as_written(score: Score, program: Program, divergence: Divergence) -> Diverg
         or line_of_added_op(program, own, known, divergence)
         or line_of_reader(program, own, known, divergence)
     )
-    both = None if line else lines_that_differ(program, own, known, divergence)
+    is_told = line is not None and not is_of_both(program, line)
+    both = None if is_told else lines_that_differ(program, own, known, divergence)
     both = both or lines_of_region(program, own, known, divergence)
     if both is not None:
         return dataclasses.replace(named, source=both[0], candidate_source=both[1])

@@ -15,7 +15,7 @@ import math
 import re
 import tokenize
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from difflib import SequenceMatcher
 from typing import Any
@@ -103,7 +103,10 @@ def line_of_reader(
     # As deep in the calls; deeper, where both sides run that line and of one alone it is known what it calls.
     depth = min(map(depth_of, (node, readers[0])))
     line, own = source_line(readers[0], depth), source_line(node, depth)
-    return (source_line(readers[0], depth + 1) if line == own else None) or line
+    if line == own:
+        return source_line(readers[0], depth + 1) or line
+    callers = ((source_line(readers[0], one), source_line(node, one)) for one in range(depth, 0, -1))
+    return next((there for there, here in callers if _code(there) != _code(here)), line)
 
 
 def is_beside(
@@ -127,24 +130,42 @@ def lines_that_differ(
 ) -> tuple[str | None, str] | None:
     """Return the lines of both sides that call the one line of an op in other words or order, or make what it reads.
 
-    None where the op's own lines differ, and where nothing else does.
+    Where an op's own lines differ, and that of the candidate is one of the baseline's, it is the line that only the
+    candidate has. None where nothing differs.
     """
     there = _proven(program, counterparts, divergence)
     if program is None or there is None:
         return None
-    own = baseline.node(divergence.node or "")
+    own, hint = baseline.node(divergence.node or ""), divergence.hints[0]
     if (later := done_later(own, there, counterparts)) is not None:
         between = next(one for one in later.all_input_nodes if there in ancestors(one))
         beside = line_beside(own, next(iter(readers_of(own)), own)), line_beside(later, between)
         return None if beside[1] is None else (beside[0], beside[1])
     ours, theirs = ([source_line(one, depth) or "" for depth in range(depth_of(one), 0, -1)] for one in (own, there))
-    if not ours or not theirs or _code(ours[0]) != _code(theirs[0]):
+    if not ours or not theirs:
         return None
-    callers = next((lines for lines in zip(ours, theirs, strict=False) if _code(lines[0]) != _code(lines[1])), None)
-    if callers is not None or divergence.hints[0].kind != "swapped":
-        return callers
-    made = ((part, _changed(baseline, program, part)) for part in map(part_of, own.all_input_nodes))
-    return next(((source_line(part), line) for part, line in made if line), None)
+    if _code(ours[0]) == _code(theirs[0]):
+        callers = next((two for two in zip(ours, theirs, strict=False) if _code(two[0]) != _code(two[1])), None)
+        if callers is not None:
+            return callers
+    elif not is_of_both(baseline, theirs[0]):
+        return None
+    inside, _ = _regions(baseline, program, counterparts, divergence)
+    named = () if hint.change is None else hint.change.operands
+    read = [
+        one for one in map(part_of, own.all_input_nodes) if hint.kind == "swapped" or _is_called(baseline, one, named)
+    ]
+    lines = ((one, _changed(baseline, program, one)) for one in (*reversed(inside), *read))
+    return next(((source_line(one), line) for one, line in lines if line), None)
+
+
+def is_of_both(baseline: Program, line: str | None) -> bool:
+    """Whether a line of the candidate stands in the baseline word for word: what is wrong is another one, if any is."""
+    return _code(line) in _lines(baseline, "").values()
+
+
+def _is_called(program: Program, node: Node, names: Collection[str]) -> bool:
+    return (site := _site(program, node)) is not None and any(site.name.endswith(f"/{name}") for name in names)
 
 
 def lines_of_region(
@@ -232,6 +253,8 @@ def line_of_added_op(
     lacking = [_site(baseline, op) for op in ours if numbers[op.target] > 0]
     sources = {_source(program, op) for op in theirs if numbers[op.target] < 0}
     is_known = all(site is not None and site.name.endswith(own) for site in lacking)
+    if changed is not None and not (changed.argument or changed.exchanged or changed.operands):
+        is_known = is_known or len({site and site.source for site in lacking}) == 1  # one line instead of another
     return sources.pop() if len(sources) == 1 and is_known else None
 
 

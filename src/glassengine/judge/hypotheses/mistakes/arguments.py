@@ -118,11 +118,19 @@ def whole(question: Question) -> Iterator[Hypothesis]:
     """Yield the same for dimensions, indices and sizes: there are many, and some of them fit by chance."""
     pool = [value for value in question.their_values if is_whole(value)]
     for literal in literals(question):
-        theirs = [fitting(literal, value) for value in pool if is_whole(literal.value)]
+        theirs = _axes_there(question, literal) if literal.name.startswith("dim") else pool
+        theirs = [fitting(literal, value) for value in theirs if is_whole(literal.value)]
         usual = usual_values(question, literal) if is_whole(literal.value) else ()
         for value in [*(value for value in theirs if value is not None), *usual]:
             if not is_same(value, literal.value):
                 yield with_value(question, literal, value)
+
+
+def _axes_there(question: Question, literal: Literal) -> list[Any]:
+    """Return the axes that the candidate's ops of this name have, and those that make what these ops read."""
+    near = dict.fromkeys(one for op in question.theirs for one in (op, *op.all_input_nodes))
+    alike = (op for op in near if op.target == literal.node.target)
+    return [one.value for op in alike for one in literals_of(op) if one.place == literal.place]
 
 
 def literals(question: Question) -> Iterator[Literal]:
