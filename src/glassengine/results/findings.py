@@ -30,6 +30,7 @@ from glassengine.results.comparison import (
 )
 from glassengine.results.hints import Quantization
 from glassengine.results.pairs import Counts, Pair, TokenAgreement, counts_of
+from glassengine.results.sentences import lines_of
 from glassengine.results.without_tensors import LEVEL, PromptComparison, RolloutComparison
 
 
@@ -191,7 +192,7 @@ def decide(findings: Findings, policy: Policy) -> Decision:
 def _decide(findings: Findings, policy: Policy) -> Decision:
     first, results = findings.first_divergence, findings.results
     inside = findings.inside_reason or (
-        f"the first {findings.inside} {first.noun} is {first.site}" if first is not None else None
+        f"the first {findings.inside} {first.noun} is {first.site}{lines_of(first)}" if first is not None else None
     )
     if findings.wrong_weights is not None:
         return Decision("weights differ", findings.wrong_weights)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from glassengine.sites import parts_of_line
 
 _LONGEST_NAME = 60
+_LONGEST_CODE, _LONGEST_SAME = 80, 30
 _OF_OPS = frozenset({"results differ", "differs inside"})
 """Where a wrong op is why a comparison is not ok."""
 _SIDES = re.compile(
@@ -58,6 +61,20 @@ def mistake(found: Any) -> str | None:
         text = f"{sides['other']} in place of {sides['one']}{place}"
     own = found.candidate_source if found.candidate_source != found.source else None
     return f"{text} (proven)" + (f": {place_of(own)}" if own else "")
+
+
+def lines_of(found: Any) -> str:
+    """Return ": the baseline has `x.mean(0)`, the candidate `x.sum(0)`", if the lines differ; of a proof nothing."""
+    if found.hints and found.hints[0].proven:
+        return ""
+    codes = [parts_of_source(source or "")[1] for source in (found.source, found.candidate_source)]
+    # A long line begins shortly before the two differ.
+    same = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(*codes, strict=False)))
+    start = same - _LONGEST_SAME if max(map(len, codes)) > _LONGEST_CODE else 0
+    ours, theirs = (
+        shorten(f"...{code[start:]}" if start > 0 else code, _LONGEST_CODE, placeholder=" ...") for code in codes
+    )
+    return f": the baseline has `{ours}`, the candidate `{theirs}`" if ours and theirs and ours != theirs else ""
 
 
 def short(name: str) -> str:

@@ -421,4 +421,239 @@ def test_an_activation_that_is_done_later_is_not_called_missing() -> None:
     right, wrong = Activated(is_before=True), Activated(is_before=False)
     wrong.load_state_dict(right.state_dict())
     first = check(right, candidate=wrong, inputs={"x": torch.randn(4, 8)}).first_divergence
-    assert first is not None and first.hints[0].text.startswith("gelu is done after add, not before it")
+    assert first is not None and first.hints[0].text == "gelu is done after add, not before it"
+
+
+class Scale(nn.Module):
+    """A product with a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class InOrder(nn.Module):
+    """A module that is called before a sum, or after it."""
+
+    def __init__(self, *, is_scaled_first: bool) -> None:
+        super().__init__()
+        self.scale, self.is_scaled_first = Scale(), is_scaled_first
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        if self.is_scaled_first:
+            x = self.scale(x)
+            x = x + shift
+        else:
+            x = x + shift
+            x = self.scale(x)
+        return x.tanh()
+
+
+def test_a_module_that_is_called_later_is_named_where_it_is_called() -> None:
+    right, wrong = InOrder(is_scaled_first=True), InOrder(is_scaled_first=False)
+    wrong.load_state_dict(right.state_dict())
+    inputs = {name: torch.randn(4, 8) for name in ("x", "shift")}
+    first = check(right, candidate=wrong, inputs=inputs).first_divergence
+    assert first is not None and first.hints[0].text.startswith("mul with scale.weight is done after add")
+    lines = [line for line in (first.source, first.candidate_source) if line and line.endswith("x = self.scale(x)")]
+    assert len(set(lines)) == 2, first
+
+
+class LastOfEach(nn.Module):
+    """Takes the last valid place of each row, or the last place of all."""
+
+    def __init__(self, is_of_row: bool) -> None:
+        super().__init__()
+        self.take = self.of_row if is_of_row else self.of_all
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return self.take(x.tanh(), lengths).exp()
+
+    def of_row(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return x[torch.arange(len(x)), :, lengths - 1]
+
+    def of_all(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return x[:, :, -1]
+
+
+def test_both_lines_are_quoted_where_no_mistake_is_proven() -> None:
+    inputs = {"x": torch.randn(3, 4, 6), "lengths": torch.tensor([2, 6, 4])}
+    result = check(LastOfEach(True), candidate=LastOfEach(False), inputs=inputs)
+    both = "the baseline has `return x[torch.arange(len(x)), :, lengths - 1]`, the candidate `return x[:, :, -1]`"
+    assert str(result.not_ok_because).endswith(f"the first wrong op is ./index.0: {both}")
+    first = result.first_divergence
+    assert first is not None and first.hints[0].text == "the baseline has sub, index, the candidate select"
+
+
+class Dilated(nn.Module):
+    """A convolution that looks back, padded for its dilation."""
+
+    def __init__(self, dilation: int) -> None:
+        super().__init__()
+        self.layer, self.dilation = nn.Conv1d(4, 4, 3, dilation=dilation), dilation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(nn.functional.pad(x, (2 * self.dilation, 0))).tanh()
+
+
+def test_a_padding_that_goes_with_a_dilation_is_one_mistake() -> None:
+    right, wrong = Dilated(2), Dilated(1)
+    wrong.load_state_dict(right.state_dict())
+    first = check(right, candidate=wrong, inputs={"x": torch.randn(2, 4, 9)}).first_divergence
+    assert first is not None and first.hints[0].proven and first.hints[0].kind == "other"
+    assert "pad of pad: [4, 0] in the baseline, [2, 0] in the candidate; dilation" in first.hints[0].text
+
+
+class Stepped(nn.Module):
+    """A recurrence of complex numbers, which are not judged, in `torch.vmap`, and a module in it."""
+
+    def __init__(self, is_centered: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = Centered(is_centered)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(self.inner)(x).sin()
+
+
+class Centered(nn.Module):
+    """Takes the mean away, or does not."""
+
+    def __init__(self, is_centered: bool) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+        self.prepare = self.centered if is_centered else self.kept
+
+    def centered(self, x: torch.Tensor) -> torch.Tensor:
+        return self.turn * (x - x.mean())
+
+    def kept(self, x: torch.Tensor) -> torch.Tensor:
+        return self.turn * (x + x.mean())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.prepare(x.to(torch.complex64))
+        return (z * z).real
+
+
+def test_the_one_line_that_differs_in_a_region_is_named() -> None:
+    first = check(Stepped(True), candidate=Stepped(False), inputs={"x": torch.randn(3, 8)}).first_divergence
+    assert first is not None and first.site.startswith("inner/"), first
+    assert (first.candidate_source or "").endswith("return self.turn * (x + x.mean())"), first
+    assert (first.source or "").endswith("return self.turn * (x - x.mean())"), first
+
+
+def negated(x: torch.Tensor) -> torch.Tensor:
+    return -nn.functional.softplus(-x)
+
+
+class BothSides(nn.Module):
+    """Calls a function of both sides with a number and its opposite."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        return negated(x) + negated(-x)
+
+
+class OneSide(nn.Module):
+    """Calls it with the number twice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        return negated(x) + negated(x)
+
+
+class Linked(nn.Module):
+    """Two views of one tensor, of which one is read."""
+
+    def forward(self, x: torch.Tensor, links: torch.Tensor) -> torch.Tensor:
+        x = x.sigmoid()
+        rows, columns = x.unsqueeze(3), x.unsqueeze(2)
+        new = rows * x.flip(2).unsqueeze(2)
+        return (1 - rows - columns) * links.tanh() + new
+
+
+class LinkedOtherwise(nn.Module):
+    """The other one is read."""
+
+    def forward(self, x: torch.Tensor, links: torch.Tensor) -> torch.Tensor:
+        x = x.sigmoid()
+        rows, columns = x.unsqueeze(3), x.unsqueeze(2)
+        new = columns * x.flip(2).unsqueeze(2)
+        return (1 - rows - columns) * links.tanh() + new
+
+
+class Written(nn.Module):
+    """Parts of a tensor that are written one after the other, then read in a line of both sides."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = []
+        for part in x.sin().chunk(3, 1):
+            part = part.clone()
+            part[..., 2:4] = part[..., :2] + part[..., 2:4]
+            made.append(part)
+        all_parts = torch.cat(made, 1)
+        all_parts[..., 1::2] = all_parts[..., 1::2].clamp_(0, 1)
+        return all_parts
+
+
+class WrittenOtherwise(nn.Module):
+    """The same with a subtraction."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = []
+        for part in x.sin().chunk(3, 1):
+            part = part.clone()
+            part[..., 2:4] = part[..., :2] - part[..., 2:4]
+            made.append(part)
+        all_parts = torch.cat(made, 1)
+        all_parts[..., 1::2] = all_parts[..., 1::2].clamp_(0, 1)
+        return all_parts
+
+
+class Seen(nn.Module):
+    """A mask that is made in one line and read in a line of both sides."""
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        seen = torch.einsum("ij,biq,bjp->bqp", 1 - torch.triu(torch.ones(6, 6)), x.sin(), x.sin())
+        return torch.gather(seen, 2, places)
+
+
+class SeenOtherwise(nn.Module):
+    """The mask of the other side."""
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        seen = torch.einsum("ij,biq,bjp->bqp", 1 - torch.tril(torch.ones(6, 6)), x.sin(), x.sin())
+        return torch.gather(seen, 2, places)
+
+
+@pytest.mark.parametrize(
+    ("both", "shapes", "wanted"),
+    [
+        ((BothSides(), OneSide()), {"x": (4, 8)}, "return negated(x) + negated(x)"),
+        (
+            (Linked(), LinkedOtherwise()),
+            {"x": (3, 1, 5), "links": (3, 1, 5, 5)},
+            "new = columns * x.flip(2).unsqueeze(2)",
+        ),
+        ((Written(), WrittenOtherwise()), {"x": (2, 6, 5)}, "part[..., 2:4] = part[..., :2] - part[..., 2:4]"),
+        (
+            (Seen(), SeenOtherwise()),
+            {"x": (2, 6, 6), "places": (2, 6, 3)},
+            'seen = torch.einsum("ij,biq,bjp->bqp", 1 - torch.tril(torch.ones(6, 6)), x.sin(), x.sin())',
+        ),
+    ],
+)
+def test_a_line_of_both_sides_is_not_what_to_change(
+    both: tuple[nn.Module, nn.Module], shapes: dict[str, tuple[int, ...]], wanted: str
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    inputs = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    if "places" in inputs:
+        inputs["places"] = inputs["places"].argsort(-1)
+    first = check(both[0], candidate=both[1], inputs=inputs).first_divergence
+    assert first is not None and first.hints[0].proven, first
+    assert (first.candidate_source or "").endswith(wanted), (first.candidate_source, first.hints[0].text)

@@ -196,6 +196,22 @@ def test_f36_in_some_layers(tmp_path: Path) -> None:
     assert result.first_divergence is not None and result.first_divergence.where == "in 2 of 4 layers"
 
 
+class Normed(nn.Module):
+    """Batch norm, batch norm, layer norm: one place by its name."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.BatchNorm1d(8, eps), nn.BatchNorm1d(8, eps), nn.LayerNorm(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def test_layers_of_another_op_are_not_counted(tmp_path: Path) -> None:
+    result = checked(Normed(1e-5), Normed(1e-2), tmp_path)
+    assert result.first_divergence is not None and result.first_divergence.where == "in every layer (2)"
+
+
 def test_a_mistake_of_one_layer_has_no_group(tmp_path: Path) -> None:
     candidate = copy.deepcopy(Stack([0.01] * 4))
     candidate.layers[2].slope = 0.2  # type: ignore[assignment]

@@ -251,3 +251,31 @@ def test_ops_of_regions_keep_their_modules_and_lines() -> None:
     assert all("in forward" in node.meta["stack_trace"] for node in ops)
     for ours, theirs in zip(found.module()(x), module(x), strict=True):
         assert torch.equal(ours, theirs)
+
+
+class Mapped(nn.Module):
+    """A module in `torch.vmap`, in which another one captures a tensor of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(4, 4)
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def of_one(rows: torch.Tensor) -> torch.Tensor:
+            weight = self.weight * self.scale(rows).mean(0)
+            return torch.vmap(lambda row: weight @ row)(rows)
+
+        return torch.vmap(of_one)(x)
+
+
+def test_modules_that_run_in_vmap_keep_their_names() -> None:
+    inputs = {"x": torch.randn(3, 5, 4)}
+    module = Mapped().eval()
+    program = export_module(module, inputs)
+    names = [site.name for site in program.sites]
+    assert any(name.startswith("scale/") for name in names), names
+    (result,) = torch.fx.Interpreter(program.exported.graph_module).run(
+        *({**program.weights(), "x": inputs["x"]}[node.name] for node in program.graph.find_nodes(op="placeholder"))
+    )
+    assert torch.allclose(result, module(**inputs), atol=1e-6)

@@ -102,7 +102,7 @@ class MistakeSearch:
         what = " and ".join(self._maker(one, self._site(node.name)) for one in others)
         done = f"{op_name(node)} with {what}" if what else op_name(node)
         after = next(op_name(origin_of(one)) for one in later.all_input_nodes if there in ancestors(one))
-        return replace(hint, text=f"{done} is done after {after}, not before it")
+        return replace(hint, text=f"{done} is done after {after}, not before it", evidence="order")
 
     def _best(
         self, node: Node, actual: Tensor, valid: Tensor | None, budget: Budget, only: tuple[float, Family] | None = None

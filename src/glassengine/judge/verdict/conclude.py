@@ -21,9 +21,11 @@ from glassengine.judge.sides.protocol import ObservedAt, Place, float_nodes
 from glassengine.judge.site_pairs import ancestors, origin_of, paired_results
 from glassengine.judge.verdict.corrections import (
     is_beside,
+    is_of_both,
     line_of_added_op,
     line_of_number,
     line_of_reader,
+    lines_of_region,
     lines_that_differ,
     with_lines,
 )
@@ -211,6 +213,8 @@ def _joined(found: Sequence[Divergence]) -> list[Divergence]:
     if not found or not found[0].source or not any(hint.proven for hint in found[0].hints[:1]):
         return list(found)
     first = found[0]
+    if first.hints[0].evidence == "order":
+        return list(found)  # that an op is done later explains the other op of the line
     own = (first.step, first.source, first.site.rpartition("/")[0])
     alike: dict[str, list[Hint]] = {}
     for one in found:
@@ -326,7 +330,9 @@ def as_written(score: Score, program: Program, divergence: Divergence) -> Diverg
         or line_of_added_op(program, own, known, divergence)
         or line_of_reader(program, own, known, divergence)
     )
-    both = None if line else lines_that_differ(program, own, known, divergence)
+    is_told = line is not None and not is_of_both(program, line)
+    both = None if is_told else lines_that_differ(program, own, known, divergence)
+    both = both or lines_of_region(program, own, known, divergence)
     if both is not None:
         return dataclasses.replace(named, source=both[0], candidate_source=both[1])
     line = line or _source_there(score, named)

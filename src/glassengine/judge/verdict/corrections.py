@@ -15,7 +15,7 @@ import math
 import re
 import tokenize
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from difflib import SequenceMatcher
 from typing import Any
@@ -26,8 +26,8 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from glassengine.judge.hypotheses.trials.hypothesis import constants_of, part_of, whole_of
-from glassengine.judge.site_pairs import done_later, origin_of, passes_on, readers_of, region_of
-from glassengine.program.representation.naming import depth_of, source_line
+from glassengine.judge.site_pairs import ancestors, done_later, origin_of, passes_on, readers_of, region_of
+from glassengine.program.representation.naming import depth_of, line_beside, source_line
 from glassengine.program.representation.program import Program
 from glassengine.results import Altered, Divergence, Findings, Hint
 from glassengine.sites import Site, parts_of_line
@@ -92,8 +92,8 @@ def line_of_reader(
         if ours.count(node.target) <= theirs.count(node.target):
             return _changed(baseline, program, node)
     elif any(counterparts.get(source.name) == there.name for source in node.all_input_nodes):
-        if (later := done_later(node, there, counterparts)) is not None:
-            return source_line(later)
+        if done_later(node, there, counterparts) is not None:
+            return None
         readers = [one for one in readers if origin_of(there) in map(origin_of, one.all_input_nodes)]
     else:
         return None
@@ -103,7 +103,10 @@ def line_of_reader(
     # As deep in the calls; deeper, where both sides run that line and of one alone it is known what it calls.
     depth = min(map(depth_of, (node, readers[0])))
     line, own = source_line(readers[0], depth), source_line(node, depth)
-    return (source_line(readers[0], depth + 1) if line == own else None) or line
+    if line == own:
+        return source_line(readers[0], depth + 1) or line
+    callers = ((source_line(readers[0], one), source_line(node, one)) for one in range(depth, 0, -1))
+    return next((there for there, here in callers if _code(there) != _code(here)), line)
 
 
 def is_beside(
@@ -125,22 +128,71 @@ def is_beside(
 def lines_that_differ(
     baseline: Program, program: Program | None, counterparts: Mapping[str, str], divergence: Divergence
 ) -> tuple[str | None, str] | None:
-    """Return the lines of both sides that call the one line of an op in other words, or make what it reads.
+    """Return the lines of both sides that call the one line of an op in other words or order, or make what it reads.
 
-    None where the op's own lines differ, and where nothing else does.
+    Where an op's own lines differ, and that of the candidate is one of the baseline's, it is the line that only the
+    candidate has. None where nothing differs.
     """
     there = _proven(program, counterparts, divergence)
     if program is None or there is None:
         return None
-    own = baseline.node(divergence.node or "")
+    own, hint = baseline.node(divergence.node or ""), divergence.hints[0]
+    if (later := done_later(own, there, counterparts)) is not None:
+        between = next(one for one in later.all_input_nodes if there in ancestors(one))
+        beside = line_beside(own, next(iter(readers_of(own)), own)), line_beside(later, between)
+        return None if beside[1] is None else (beside[0], beside[1])
     ours, theirs = ([source_line(one, depth) or "" for depth in range(depth_of(one), 0, -1)] for one in (own, there))
-    if not ours or not theirs or _code(ours[0]) != _code(theirs[0]):
+    if not ours or not theirs:
         return None
-    callers = next((lines for lines in zip(ours, theirs, strict=False) if _code(lines[0]) != _code(lines[1])), None)
-    if callers is not None or divergence.hints[0].kind != "swapped":
-        return callers
-    made = ((part, _changed(baseline, program, part)) for part in map(part_of, own.all_input_nodes))
-    return next(((source_line(part), line) for part, line in made if line), None)
+    if _code(ours[0]) == _code(theirs[0]):
+        callers = next((two for two in zip(ours, theirs, strict=False) if _code(two[0]) != _code(two[1])), None)
+        if callers is not None:
+            return callers
+    elif not is_of_both(baseline, theirs[0]):
+        return None
+    inside, _ = _regions(baseline, program, counterparts, divergence)
+    named = () if hint.change is None else hint.change.operands
+    read = [
+        one for one in map(part_of, own.all_input_nodes) if hint.kind == "swapped" or _is_called(baseline, one, named)
+    ]
+    lines = ((one, _changed(baseline, program, one)) for one in (*reversed(inside), *read))
+    return next(((source_line(one), line) for one, line in lines if line), None)
+
+
+def is_of_both(baseline: Program, line: str | None) -> bool:
+    """Whether a line of the candidate stands in the baseline word for word: what is wrong is another one, if any is."""
+    return _code(line) in _lines(baseline, "").values()
+
+
+def _is_called(program: Program, node: Node, names: Collection[str]) -> bool:
+    return (site := _site(program, node)) is not None and any(site.name.endswith(f"/{name}") for name in names)
+
+
+def lines_of_region(
+    baseline: Program, program: Program | None, counterparts: Mapping[str, str], divergence: Divergence
+) -> tuple[str, str] | None:
+    """Return the one line of each side that the other has not, of those that run the ops of a region.
+
+    None where a mistake is proven, where the lines of its end differ, and where more lines do.
+    """
+    there = counterparts.get(divergence.node or "")
+    if program is None or there is None or any(hint.proven for hint in divergence.hints[:1]):
+        return None
+    ends = baseline.node(divergence.node or ""), program.node(there)
+    regions = region_of(ends[0], counterparts)[0], region_of(ends[1], set(counterparts.values()))[0]
+    if _code(source_line(ends[0])) != _code(source_line(ends[1])):
+        return None
+    calls = [
+        [[line for depth in range(1, depth_of(op) + 1) if (line := source_line(op, depth))] for op in ops]
+        for ops in regions
+    ]
+    codes = [{_code(line) for lines in ops for line in lines} for ops in calls]
+    # What a line that differs calls differs as well.
+    ours, theirs = (
+        {_code(line): line for lines in ops if (line := next((a for a in lines if _code(a) not in known), None))}
+        for ops, known in zip(calls, reversed(codes), strict=True)
+    )
+    return (*ours.values(), *theirs.values()) if len(ours) == len(theirs) == 1 else None  # type: ignore[return-value]
 
 
 def _changed(baseline: Program, program: Program, node: Node) -> str | None:
@@ -201,6 +253,8 @@ def line_of_added_op(
     lacking = [_site(baseline, op) for op in ours if numbers[op.target] > 0]
     sources = {_source(program, op) for op in theirs if numbers[op.target] < 0}
     is_known = all(site is not None and site.name.endswith(own) for site in lacking)
+    if changed is not None and not (changed.argument or changed.exchanged or changed.operands):
+        is_known = is_known or len({site and site.source for site in lacking}) == 1  # one line instead of another
     return sources.pop() if len(sources) == 1 and is_known else None
 
 

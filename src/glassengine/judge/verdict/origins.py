@@ -14,7 +14,8 @@ that count (tokens sorted by expert, a mean over all positions).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -22,6 +23,7 @@ from torch.fx import Node
 
 from glassengine.judge.site_pairs import ancestors
 from glassengine.numerics.verdict import TIE
+from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.program import Program
 from glassengine.results import VERDICTS, Divergence, Verdict, worst
 from glassengine.sites import Site
@@ -175,7 +177,8 @@ def grouped(origins: Sequence[Divergence], program: Program) -> list[Divergence]
         origins: In any order.
         program: The baseline's, whose sites say how often there is such a place.
     """
-    numbers = _counted(program.sites)
+    makers = {node.name: _maker(node) for node in program.graph.nodes}
+    numbers = _counted(program.sites, makers)
     members: dict[tuple[str | None, str], list[Divergence]] = {}
     for origin in origins:
         members.setdefault((origin.level, place_of(origin.site, origin.source)), []).append(origin)
@@ -189,7 +192,7 @@ def grouped(origins: Sequence[Divergence], program: Program) -> list[Divergence]
             continue
         leader = max(alike, key=lambda other: VERDICTS.index(other.verdict))
         others = tuple(site for site in sites if site != origin.site) if origin is leader else ()
-        total = max(numbers.get(place, 0), len(sites))
+        total = max(numbers[place, makers.get(origin.node or "")], len(sites))
         found.append(replace(origin, group=place, also_at=others, num_alike=total))
     return found
 
@@ -242,12 +245,12 @@ def place_of(site: str, source: str | None) -> str:
     return f"{path}/{op.partition('.')[0]} in {source}"
 
 
-def _counted(sites: Iterable[Site]) -> dict[str, int]:
-    numbers: dict[str, int] = {}
-    seen = set()
-    for site in sites:
-        if site.name not in seen and ":in" not in site.name:
-            seen.add(site.name)
-            place = place_of(site.name, site.source)
-            numbers[place] = numbers.get(place, 0) + 1
-    return numbers
+def _maker(node: Node) -> str:
+    """Return the name of the op that makes a value: of the norm, whose result is the first of several."""
+    return op_name(node.all_input_nodes[0] if op_name(node) == "getitem" else node)
+
+
+def _counted(sites: Iterable[Site], makers: Mapping[str, str]) -> Counter[tuple[str, str | None]]:
+    """Return how often there is a place in which an op of one name makes the value."""
+    own = {site.name: (place_of(site.name, site.source), makers.get(site.node)) for site in sites}
+    return Counter(place for name, place in own.items() if ":in" not in name)

@@ -98,7 +98,7 @@ def left_out(baseline: Program, side: Side, name: str) -> MissingOps | None:
         return None
     if Counter(ours) == Counter(theirs) or len(ours) == len(theirs) == 1 or max(len(ours), len(theirs)) > _MOST:
         return None
-    text = f"the baseline has {_listed(ours)}, the candidate {_listed(theirs)}"
+    text = f"the baseline has {_listed(ours, above)}, the candidate {_listed(theirs, region)}"
     missing, more = Counter(ours) - Counter(theirs), Counter(theirs) - Counter(ours)
     is_one_sided = not (missing and more)
     lone = [node for node in [*above, *region] if (missing + more).keys() & _names([node])]
@@ -164,5 +164,6 @@ def _names(ops: Sequence[Node]) -> list[str]:
     return names
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) or "nothing"
+def _listed(names: Sequence[str], ops: Sequence[Node]) -> str:
+    """Return names as a list; where nothing makes values, what takes some of them."""
+    return ", ".join(names or [op_name(op) for op in ops if op_name(op) in ("select", "slice")]) or "nothing"

@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from glassengine.program.export.functional_rules import NoRule, Rewriter
-from glassengine.program.representation.program import rebuilt
+from glassengine.program.representation.program import rebuilt, without_dead_weights
 
 
 def functional(exported: ExportedProgram) -> ExportedProgram:
@@ -103,7 +103,7 @@ def decomposed(exported: ExportedProgram) -> ExportedProgram:
 
     Torch numbers them by all that it computes on the way, sizes included: `mul_1331` is the eighth product of tensors.
     """
-    found: ExportedProgram = exported.run_decompositions({})
+    found: ExportedProgram = _without_leaks(exported).run_decompositions({})
     new = _number(found.graph)
     specs = found.graph_signature.output_specs
     for spec in specs:
@@ -111,6 +111,21 @@ def decomposed(exported: ExportedProgram) -> ExportedProgram:
             spec.arg.name = new.get(spec.arg.name, spec.arg.name)
     found.module_call_graph[0].signature.outputs = [s.arg for s in specs if s.kind is OutputKind.USER_OUTPUT]
     found.graph_module.recompile()
+    return found
+
+
+def _without_leaks(exported: ExportedProgram) -> ExportedProgram:
+    """Return a program without the constants that left a `torch.vmap`: nothing can be done with them outside of it."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    leaked = {name for name, value in exported.constants.items() if isinstance(value, torch.Tensor) and wrapped(value)}
+    if not leaked:
+        return exported
+    for node in reversed(list(exported.graph.nodes)):
+        is_aten = node.op == "call_function" and getattr(node.target, "namespace", "") == "aten"
+        if is_aten and not node.users and not node.is_impure():
+            exported.graph.erase_node(node)
+    found = without_dead_weights(exported, among=leaked)
+    found.module_call_graph[0].signature.outputs = []  # as in a trace: torch fills in the new names
     return found
 
 

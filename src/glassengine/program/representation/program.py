@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -206,14 +206,15 @@ def rebuilt(
     )
 
 
-def without_dead_weights(exported: ExportedProgram) -> ExportedProgram:
-    """Return the program without parameters, buffers and constants that nothing reads."""
+def without_dead_weights(exported: ExportedProgram, among: Collection[str] | None = None) -> ExportedProgram:
+    """Return the program without parameters, buffers and constants that nothing reads; `among` limits their names."""
     placeholders = {node.name: node for node in exported.graph.find_nodes(op="placeholder")}
-    dead = {name for name in weight_names(exported) if not placeholders[name].users}
+    names = weight_names(exported)
+    dead = {one for one in names if not placeholders[one].users and (among is None or names[one] in among)}
     for name in dead:
         exported.graph.erase_node(placeholders[name])
     kept = [spec for spec in exported.graph_signature.input_specs if spec.arg.name not in dead]
-    names = {spec.target for spec in kept}
+    targets = {spec.target for spec in kept}
     # Readers wonder about ranges of sizes that no tensor of the graph has.
     symbols = {
         symbol
@@ -228,6 +229,6 @@ def without_dead_weights(exported: ExportedProgram) -> ExportedProgram:
         exported.graph,
         exported.graph_signature.output_specs,
         input_specs=kept,
-        stored=lambda table: {name: value for name, value in table.items() if name in names},
+        stored=lambda table: {name: value for name, value in table.items() if name in targets},
         range_constraints={name: found for name, found in exported.range_constraints.items() if name in symbols},
     )

@@ -38,6 +38,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch._subclasses import meta_utils
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
@@ -165,9 +166,16 @@ def real_values() -> Iterator[None]:
             _python_values(),
             _no_tensor_where_none_is(),
             _as_uncompiled(),
+            mock.patch.object(meta_utils, "_safe_copy", _copy),
         ):
             stack.enter_context(context)
         yield
+
+
+def _copy(made: torch.Tensor, source: torch.Tensor | None) -> None:
+    """Fill the value of a fake tensor; torch leaves that of a parameter uninitialized."""
+    if type(source) in (torch.Tensor, nn.Parameter):
+        made.copy_(source)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
@@ -312,24 +320,30 @@ class Mark:
     stack: dict[str, tuple[str, Any]]
 
 
+def _mark(tensor: torch.Tensor, port: str) -> None:
+    """Mark a tensor; inside of `torch.vmap` there is none: one element of a batch is no tensor of the graph."""
+    if not torch._C._functorch.is_batchedtensor(tensor):
+        MARK(tensor, port)
+
+
 @contextlib.contextmanager
 def marking(module: nn.Module) -> Iterator[None]:
     """Insert marks for the inputs and outputs of every submodule of `module`, and for taps, while it is traced."""
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:
         for port, tensor in (*port_leaves(":in", args), *port_leaves(":in", kwargs)):
-            MARK(tensor, port)
+            _mark(tensor, port)
 
     def after(_: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         for port, tensor in port_leaves(":out", result):
-            MARK(tensor, port)
+            _mark(tensor, port)
 
     handles = []
     try:
         for submodule in module.modules():
             handles.append(submodule.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(submodule.register_forward_hook(after, with_kwargs=True))
-        with tap_sink(lambda name, tensor: MARK(tensor, f".{name}")):
+        with tap_sink(lambda name, tensor: _mark(tensor, f".{name}")):
             yield
     finally:
         for handle in handles:

@@ -38,3 +38,10 @@ def test_another_derivative_is_named(made: Tensor, text: str) -> None:
 def test_a_product_is_no_derivative() -> None:
     (hint,) = asked(lambda x, y: x * y, X * GRADIENT * 2, X, GRADIENT)
     assert hint.kind == "scale"
+
+
+def test_a_product_with_a_mask_is_no_derivative() -> None:
+    """Zeros and ones are what relu makes of them, and its slope there."""
+    mask = (GRADIENT > 0).float()
+    (hint,) = asked(lambda x, y: x * y, X, X, mask)
+    assert (hint.kind, hint.proven) == ("mask", True) and "is not multiplied" in hint.text, hint

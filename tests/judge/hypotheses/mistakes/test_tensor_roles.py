@@ -207,3 +207,26 @@ def test_what_another_layer_or_an_earlier_pass_made_is_named(
     first = check(Passes(), candidate=Passes(mistake), inputs=str(tmp_path / "x.pt")).first_divergence
     assert first is not None and first.hints[0].kind == kind, first
     assert first.hints[0].text.startswith(f"that of {words} is read: "), first.hints[0].text
+
+
+class Used(nn.Module):
+    """A share that grows from zeros; a port may forget that only the rest is left."""
+
+    def __init__(self, *, is_left_out: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.is_left_out = nn.Linear(8, 8), is_left_out
+
+    def forward(self, x: Tensor) -> Tensor:
+        used = torch.zeros(len(x), 8)
+        for step in range(4):
+            more = 1 - self.gate(x[:, step]).sigmoid()
+            used = used + more if self.is_left_out else used + (1 - used) * more
+        return used
+
+
+def test_a_factor_that_is_missing_is_no_state_of_an_earlier_pass() -> None:
+    """In the first pass nothing is used yet: the factor is one."""
+    inputs = {"x": torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))}
+    first = check(Used(), candidate=Used(is_left_out=True), inputs=inputs).first_divergence
+    assert first is not None and "is not multiplied" in first.hints[0].text, first.hints

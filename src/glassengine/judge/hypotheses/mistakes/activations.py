@@ -148,6 +148,7 @@ def _as_product(
         differ = (slope != slope[:, :1]).sum(dim=1)
         tells = torch.minimum(differ, slope.shape[1] - differ) >= _TELLING
         tells |= torch.tensor([one.unique().numel() > _TELLING for one in slope])
+        tells &= (slope != few[given]).any(dim=1)  # zeros and ones are their own slopes: a mask
         others = [gradient for gradient in tensors if gradient is not given]
         if not others or not bool(tells.any()):
             continue

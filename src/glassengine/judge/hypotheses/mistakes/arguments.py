@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,31 @@ _WORDS = {"approximate": ("none", "tanh"), "rounding_mode": ("floor", "trunc")}
 
 def same_op(question: Question) -> Iterator[Hypothesis]:
     """Yield: all arguments as the candidate's op of the same name has them, several at once."""
+    for node, differing in _differing(question):
+        first, value = differing[0]
+        text = _text_of_all(question, differing)
+        kind = kind_of(question, first, value)
+        if len(differing) > 1:  # no line is corrected by one of them
+            yield Hypothesis(kind, text, {node: becoming(differing)})
+        else:
+            yield Hypothesis(kind, text, {node: becoming(differing)}, name_of(question, first), (first.value, value))
+
+
+def same_ops(question: Question) -> Iterator[Hypothesis]:
+    """Yield: the arguments of several ops as the candidate has them: a padding that goes with a dilation."""
+    several = dict(_differing(question))
+    if len(several) > 1:
+        everything = [one for differing in several.values() for one in differing]
+        edits = {node: becoming(differing) for node, differing in several.items()}
+        yield Hypothesis(kind_of(question, *everything[-1]), _text_of_all(question, everything), edits)
+
+
+def _text_of_all(question: Question, differing: Sequence[tuple[Literal, Any]]) -> str:
+    return "; ".join(text_of(question, one, other) for one, other in differing)
+
+
+def _differing(question: Question) -> Iterator[tuple[Node, list[tuple[Literal, Any]]]]:
+    """Yield the ops whose arguments are others in the candidate's op of the same name, with these and their values."""
     for node in question.trial.ops:
         there = _in_its_place(question, node)
         if there is None:
@@ -53,15 +78,8 @@ def same_op(question: Question) -> Iterator[Hypothesis]:
             for literal in literals_of(there)
             if literal.place in ours and not is_as_theirs(ours[literal.place], literal, ranks) and _is_asked(literal)
         ]
-        if not differing:
-            continue
-        first, value = differing[0]
-        text = "; ".join(text_of(question, one, other) for one, other in differing)
-        kind = kind_of(question, first, value)
-        if len(differing) > 1:  # no line is corrected by one of them
-            yield Hypothesis(kind, text, {node: becoming(differing)})
-        else:
-            yield Hypothesis(kind, text, {node: becoming(differing)}, name_of(question, first), (first.value, value))
+        if differing:
+            yield node, differing
 
 
 def _in_its_place(question: Question, node: Node) -> Node | None:
@@ -100,11 +118,19 @@ def whole(question: Question) -> Iterator[Hypothesis]:
     """Yield the same for dimensions, indices and sizes: there are many, and some of them fit by chance."""
     pool = [value for value in question.their_values if is_whole(value)]
     for literal in literals(question):
-        theirs = [fitting(literal, value) for value in pool if is_whole(literal.value)]
+        theirs = _axes_there(question, literal) if literal.name.startswith("dim") else pool
+        theirs = [fitting(literal, value) for value in theirs if is_whole(literal.value)]
         usual = usual_values(question, literal) if is_whole(literal.value) else ()
         for value in [*(value for value in theirs if value is not None), *usual]:
             if not is_same(value, literal.value):
                 yield with_value(question, literal, value)
+
+
+def _axes_there(question: Question, literal: Literal) -> list[Any]:
+    """Return the axes that the candidate's ops of this name have, and those that make what these ops read."""
+    near = dict.fromkeys(one for op in question.theirs for one in (op, *op.all_input_nodes))
+    alike = (op for op in near if op.target == literal.node.target)
+    return [one.value for op in alike for one in literals_of(op) if one.place == literal.place]
 
 
 def literals(question: Question) -> Iterator[Literal]:

@@ -30,6 +30,7 @@ Family = Callable[[Question], Iterator[Hypothesis]]
 
 _BY_SCORE: dict[float, tuple[Family, ...]] = {
     1.0: (arguments.same_op, weights_read.weights, weights_read.packed),
+    0.99: (arguments.same_ops,),
     0.98: (arguments.as_theirs,),
     0.97: (
         masks.of_attention,

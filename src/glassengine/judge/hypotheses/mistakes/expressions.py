@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -52,7 +53,7 @@ def expressions(question: Question) -> Iterator[Hypothesis]:
 def _instead(question: Question, node: Node, value: Any, other: Node, found: Any) -> Iterator[Hypothesis]:
     is_alike = isinstance(value, Tensor) and isinstance(found, Tensor) and found.shape == value.shape
     if is_alike and question.there and found.is_floating_point() == value.is_floating_point():
-        here, there = written(node, question.labels), written(other, question.there.labels)
+        here, there = _both_written(node, question.labels, other, question.there.labels)
         text = f"{here} in the baseline, {there} in the candidate"
         if other.op == "placeholder":
             is_passed_on = there in {question.label(one) for one in up(node)}
@@ -77,10 +78,18 @@ def _is_same(one: Tensor, other: Tensor, noise: float) -> bool:
     return float((one - other).norm()) <= _ROUNDINGS * noise * float(one.norm())
 
 
-def written(node: Node, labels: Mapping[str, str]) -> str:
-    """Return an expression as people write it, down to tensors of which `labels` has the names."""
-    text = _written(node, labels)
-    return text if len(text) <= _LONGEST else ", ".join(called(op_name(one)) for one in _ops(node))
+def _both_written(node: Node, ours: Mapping[str, str], other: Node, theirs: Mapping[str, str]) -> tuple[str, str]:
+    """Return two expressions down to tensors that have names; of long ones the ops, those of both sides left out."""
+    ends = (node, ours), (other, theirs)
+    here, there = (Counter(called(op_name(one)) for one in _ops(end)) for end, _ in ends)
+    alone = (here - there, there - here) if here - there and there - here else (here, there)
+    one, two = (
+        text
+        if len(text := _written(end, names)) <= _LONGEST
+        else ", ".join(f"{n} x {op}" if n > 1 else op for op, n in ops.items())
+        for (end, names), ops in zip(ends, alone, strict=True)
+    )
+    return one, two
 
 
 def _ops(node: Node) -> list[Node]:

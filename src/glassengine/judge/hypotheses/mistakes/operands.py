@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +20,7 @@ from glassengine.judge.hypotheses.mistakes.tensor_roles import (
     is_stored,
     least_position,
 )
-from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, article, part_of, reading, tensors_of, whole_of
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, done_by, part_of, reading, tensors_of, whole_of
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit, factor_between
 from glassengine.judge.site_pairs import argument_names, origin_of, passes_on, walk
@@ -146,9 +146,18 @@ def left_out(question: Question) -> Iterator[Hypothesis]:
         elif is_real(first) and first.numel() == made.numel():  # what moves axes is missing before a reshape
             found = first.reshape(made.shape)
             if not torch.equal(found, made):
-                text = f"{article(node)} is missing"
+                done = _written(question.in_baseline(node))
+                text = f"{done_by(done)} is missing"
                 text += "" if first.shape == made.shape else f": {question.label(tensors[0][1])} is read as it is"
-                yield Hypothesis(_kind_of_missing(node), text, {node: found})
+                yield Hypothesis(_kind_of_missing(done), text, {node: found})
+
+
+def _written(node: Node) -> Node:
+    """Return the op that is done to a part of a tensor in its place, `x[1:] /= 2`: the division; else the node."""
+    if op_name(node) not in ("slice_scatter", "select_scatter"):
+        return node
+    done, whole = (origin_of(source) for source in (node.all_input_nodes[1], node.all_input_nodes[0]))
+    return done if whole in map(origin_of, done.all_input_nodes) else node
 
 
 def _of_two(question: Question, node: Node, a: Node, b: Node) -> Iterator[tuple[Kind, str, Tensor, Node | None]]:
@@ -351,6 +360,9 @@ def another_inside(question: Question) -> Iterator[Hypothesis]:
 def another_pass(question: Question) -> Iterator[Hypothesis]:
     """Yield: of a loop over steps or layers, what another pass made is read: a state or a memory that is stale."""
     trial = question.trial
+    ours, theirs = (Counter(op.target for op in ops if not passes_on(op)) for ops in (trial.ops, question.theirs))
+    if theirs and ours - theirs:
+        return  # what the candidate lacks reads nothing else: it is left out
     inside = {question.label(n): (question.in_baseline(n), trial.values[n]) for n in [*trial.inputs, *trial.ops]}
     there = {name: (question.named.get(question.sources.get(name, "")), one) for name, one in question.others.items()}
     made: dict[Any, list[tuple[str, Node, Any]]] = defaultdict(list)
