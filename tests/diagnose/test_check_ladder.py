@@ -95,7 +95,7 @@ def check(model: nn.Module, listener: Listener, **options: Any) -> glass.Compari
 def test_the_first_answer_comes_while_the_engine_is_compiled(listener: Listener) -> None:
     result = check(Net(), listener, inputs={"x": torch.randn(2, 8)})
     assert result.ok and [level.name for level in result.levels] == ["program", "engine", "release"]
-    assert listener.answer == "first answer (inputs, 1 step): the model and its program agree"
+    assert listener.answer == "first answer (inputs, step 0): the model and its program agree"
     assert len(listener.compiled) == 1 and not listener.compiled[0].exists()
     assert not compiling()
 
@@ -161,7 +161,7 @@ def test_the_first_answer_is_on_stderr(
     assert main([*command, "--json"]) == 0
     shown = capsys.readouterr()
     first, building = map(
-        shown.err.index, ("\nfirst answer (inputs, 1 step): the model and its program agree\n", "building")
+        shown.err.index, ("\nfirst answer (inputs, step 0): the model and its program agree\n", "building")
     )
     assert first < building and json.loads(shown.out)["ok"]
     assert main([*command, "--quiet"]) == 0

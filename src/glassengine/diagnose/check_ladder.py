@@ -344,13 +344,12 @@ class Ladder:
                 answer_first=partial(self._answer_first, climb),
             )
 
-    def _answer_first(self, climb: Climb, is_waiting: bool) -> None:
-        """Tell whether the model and its program agree in the first case, before the engines are built.
+    def _answer_first(self, climb: Climb) -> None:
+        """Tell whether the model and its program agree in the first step, before the engines are built.
 
-        All is judged again beside the engines: where this process does not wait for another one, the first step is
-        enough, which costs two forwards where both have the same bits.
+        All is judged again beside the engines; one step costs two forwards where both have the same bits.
         """
-        case = climb.cases[0] if is_waiting else replace(climb.cases[0], num_steps=1)
+        case = replace(climb.cases[0], num_steps=1)
         scores = [score.fresh() for score in climb.scores if score.side.place is not Place.OP_BY_OP]
         judge(climb, scores, cases=[case])
         if not any(score.pairs for score in scores):
@@ -359,8 +358,7 @@ class Ladder:
         result = found.conclude(replace(self.policy, min_coverage=0.0))
         at = "" if result.first_divergence is None else f" at {result.first_divergence.site}"
         agree = "agree" if result.ok else f"do not agree{at}: {headline(result).why}"
-        steps = f"{case.num_steps} step{'s' if case.num_steps > 1 else ''}"
-        text = f"first answer ({case.name}, {steps}): the model and its program {agree}"
+        text = f"first answer ({case.name}, step 0): the model and its program {agree}"
         self.request.progress(Work.FIRST_ANSWER.says(text))
 
     def _judged(

@@ -120,7 +120,7 @@ def add_built(
     only_release: bool = False,
     mesh: Mesh | None = None,
     compiler: CompilerBeside | None = None,
-    answer_first: Callable[[bool], None] = lambda _: None,
+    answer_first: Callable[[], None] = lambda: None,
 ) -> None:
     """The baseline's own passes, (with `all_levels`) every op compiled alone, engine and release engine.
 
@@ -132,8 +132,8 @@ def add_built(
         all_levels: Whether every op is compiled alone.
         only_release: Whether there is no engine with debug outputs.
         mesh: Ranks of the engine; None for one process.
-        compiler: Compiles the engine with debug outputs beside this process, where there is one.
-        answer_first: Called before this process builds, with whether another one compiles meanwhile.
+        compiler: Compiles the release engine beside this process, where there is one.
+        answer_first: Called before this process builds.
     """
     add_passes(climb, passes, progress)
     assert climb.built is not None
@@ -150,19 +150,19 @@ def add_built(
         climb.candidate = f"{ranks.manifest.backend} engine, {ranks.manifest.dtype}, {mesh}"
         climb.add(_release_side(climb, ranks))
         return
-    plan = None if only_release else observable(climb, climb.built)
-    observed = [] if plan is None else [*plan.added, *plan.derived]
-    with compiled_beside(climb.built, compiler, observed, **sizes) as compiled:
-        answer_first(compiled is not None)
-        progress(Work.BUILDING_RELEASE.says("building the release engine"))
-        release = build_program(climb.built, folder / "release", backend=backend, **sizes)
-        if plan is not None:
+    weights = None
+    with compiled_beside(climb.built, compiler, **sizes) as compiled:
+        answer_first()
+        if not only_release:
+            plan = observable(climb, climb.built)
             progress(Work.BUILDING_OBSERVABLE.says(f"building the engine with {len(plan.added)} debug outputs"))
-            made = BuiltParts(compiled, folder / "release" / files.WEIGHTS)
-            engine = build_program(
-                climb.built, folder / "engine", backend=backend, outputs=observed, made=made, **sizes
-            )
+            observed = [*plan.added, *plan.derived]
+            weights = folder / "engine" / files.WEIGHTS
+            engine = build_program(climb.built, folder / "engine", backend=backend, outputs=observed, **sizes)
             _add_observable(climb, engine, observed)
+        progress(Work.BUILDING_RELEASE.says("building the release engine"))
+        made = BuiltParts(compiled, weights)
+        release = build_program(climb.built, folder / "release", backend=backend, made=made, **sizes)
     if release.manifest.added_outputs:
         raise GlassError("the release engine has debug outputs", got=str(release.manifest.added_outputs))
     climb.of_runtime(kernels_of(release.manifest.backend))

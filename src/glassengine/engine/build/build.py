@@ -3,7 +3,7 @@
 Nothing is compiled before every name and size in the request has been checked, and nothing is left behind when a build
 does not end well.
 
-Compiles a program with debug outputs in another process, while this one compiles the same program without.
+Compiles a program in another process, while this one compiles the same program with debug outputs.
 
 A compiler that takes longer than a process to start uses one processor: two of them take half the time.
 """
@@ -31,7 +31,7 @@ from glassengine.backends.protocol.backend import Preparing, TakingModels
 from glassengine.backends.registry import backends_that, choose_backend, choose_device, find_backend
 from glassengine.engine import files
 from glassengine.engine.build.artifacts import ArtifactWriter
-from glassengine.engine.build.plan import BuildPlan, BuildSettings, plan_build, planned_outputs
+from glassengine.engine.build.plan import BuildPlan, BuildSettings, plan_build
 from glassengine.engine.build.requests import (
     DEFAULT_MAX_SEQ_LEN,
     check_dtype,
@@ -60,7 +60,6 @@ from glassengine.program.kinds.causal_lm import is_pretrained
 from glassengine.program.kinds.image_text import WITHOUT_IMAGES
 from glassengine.program.onnx.file import is_onnx
 from glassengine.program.parallel.placements import Mesh
-from glassengine.program.representation.outputs import add_outputs
 from glassengine.program.representation.signature import named_inputs
 from glassengine.program.representation.stored import load_program, save_program
 from glassengine.program.user_code.forward import forward_parameters
@@ -451,9 +450,9 @@ def compiler_beside(backend: str | None, model: Model) -> CompilerBeside | None:
 
 @contextmanager
 def compiled_beside(
-    program: Program, compiler: CompilerBeside | None, outputs: Sequence[str], **sizes: Any
+    program: Program, compiler: CompilerBeside | None, **sizes: Any
 ) -> Iterator[Callable[[Path], None] | None]:
-    """Begin to compile a program with debug outputs; yield what puts the executable into an empty directory.
+    """Begin to compile a program without debug outputs; yield what puts the executable into an empty directory.
 
     None where no other process can compile it.
 
@@ -466,8 +465,7 @@ def compiled_beside(
     if compiler is None:
         yield None
         return
-    settings = settings_of(program, compiler.backend, add_output=outputs, **sizes)
-    built = for_compiler(add_outputs(program, planned_outputs(program, settings)[0].added), settings)
+    built = for_compiler(program, settings_of(program, compiler.backend, **sizes))
     with tempfile.TemporaryDirectory(prefix="glassengine-beside-") as folder, closing(compiler):
         directory = Path(folder)
         save_program(built, directory)
