@@ -15,7 +15,7 @@ import math
 import re
 import tokenize
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 from typing import Any
@@ -93,7 +93,7 @@ def line_of_reader(
             return _changed(baseline, program, node)
     elif any(counterparts.get(source.name) == there.name for source in node.all_input_nodes):
         if (later := done_later(node, there, counterparts)) is not None:
-            return source_line(later)
+            return (_parting(_frames(node), _frames(later)) or (None, source_line(later)))[1]
         readers = [one for one in readers if origin_of(there) in map(origin_of, one.all_input_nodes)]
     else:
         return None
@@ -102,11 +102,20 @@ def line_of_reader(
         return line
     # As deep in the calls; deeper, where both sides run that line and of one alone it is known what it calls.
     depth = min(map(depth_of, (node, readers[0])))
-    line, own = source_line(readers[0], depth), source_line(node, depth)
-    if line == own:
-        return source_line(readers[0], depth + 1) or line
-    callers = ((source_line(readers[0], one), source_line(node, one)) for one in range(depth, 0, -1))
-    return next((there for there, here in callers if _code(there) != _code(here)), line)
+    here, lines = (_frames(one)[-depth:] for one in (node, readers[0]))
+    if here[:1] == lines[:1]:
+        return source_line(readers[0], depth + 1) or source_line(readers[0], depth)
+    return (_parting(here, lines) or (None, lines[0]))[1]
+
+
+def _frames(node: Node) -> list[str]:
+    """Return the lines by which a node was made, the innermost first."""
+    return [source_line(node, depth) or "" for depth in range(depth_of(node), 0, -1)]
+
+
+def _parting(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, str] | None:
+    """Return the first lines of two lists that are written otherwise."""
+    return next((two for two in zip(ours, theirs, strict=False) if _code(two[0]) != _code(two[1])), None)
 
 
 def is_beside(
@@ -137,12 +146,11 @@ def lines_that_differ(
     if program is None or there is None:
         return None
     own, hint = baseline.node(divergence.node or ""), divergence.hints[0]
-    ours, theirs = ([source_line(one, depth) or "" for depth in range(depth_of(one), 0, -1)] for one in (own, there))
+    ours, theirs = _frames(own), _frames(there)
     if not ours or not theirs:
         return None
     if _code(ours[0]) == _code(theirs[0]):
-        callers = next((two for two in zip(ours, theirs, strict=False) if _code(two[0]) != _code(two[1])), None)
-        if callers is not None:
+        if (callers := _parting(ours, theirs)) is not None:
             return callers
     elif not is_of_both(baseline, theirs[0]):
         return None
