@@ -17,16 +17,8 @@ from torch.fx import Node
 from glassengine.judge.hypotheses.explain import MistakeExplanation, Rank, differences, explanation
 from glassengine.judge.hypotheses.inside import Inside, inside_of
 from glassengine.judge.hypotheses.mistakes.catalog import Family
-from glassengine.judge.hypotheses.trials.hypothesis import (
-    broadcasts_alike,
-    called,
-    constants_of,
-    of_weight,
-    part_of,
-    short,
-    whole_of,
-)
-from glassengine.judge.hypotheses.trials.question import Question, TheirRegion, in_its_dtype, noise_of
+from glassengine.judge.hypotheses.trials.hypothesis import called, constants_of, of_weight, part_of, short, whole_of
+from glassengine.judge.hypotheses.trials.question import Question, TheirRegion, broadcasts_alike, in_its_dtype, noise_of
 from glassengine.judge.hypotheses.trials.trial import FAILS, OF_DIFFERENCES, Budget, Trial, real_parts
 from glassengine.judge.pieces import Piece, cut
 from glassengine.judge.site_pairs import ancestors, done_later, down, origin_of, passed_on, readers_of, region_of, up

@@ -337,7 +337,7 @@ def as_written(score: Score, program: Program, divergence: Divergence) -> Diverg
         return dataclasses.replace(named, source=both[0], candidate_source=both[1])
     line = line or _source_there(score, named)
     codes = [parts_of_source(one or "")[1] for one in (line, named.source)]
-    if line and own and not is_told and divergence.node in known and named.source and codes[0] != codes[1]:
+    if line and own and divergence.node in known and named.source and codes[0] != codes[1]:
         line = None if is_beside(program, own, known, divergence, line) else line
     return dataclasses.replace(named, candidate_source=line)
 

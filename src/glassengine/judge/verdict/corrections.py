@@ -121,17 +121,11 @@ def _parting(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, str] | No
 def is_beside(
     baseline: Program, program: Program, counterparts: Mapping[str, str], divergence: Divergence, line: str
 ) -> bool:
-    """Whether a line is run as often by both sides, and makes or reads a tensor that lacks what a mistake is about."""
+    """Whether a line stands in both sides, and makes or reads a tensor that lacks what a mistake is about."""
     own, there = baseline.node(divergence.node or ""), program.node(counterparts[divergence.node or ""])
     is_of_source = there.name in {counterparts.get(source.name) for source in own.all_input_nodes}
-    if not (passes_on(there) or is_of_source or _code(source_line(own)) == _code(line)):
-        return False
-    # In the file that has it most often: a layer may be of another one.
-    here, theirs = (
-        Counter((parts_of_line(source) or ("",))[0] for source, code in _lines(one, "").items() if code == _code(line))
-        for one in (baseline, program)
-    )
-    return max(theirs.values(), default=0) <= max(here.values(), default=0)
+    is_near = passes_on(there) or is_of_source or _code(source_line(own)) == _code(line)
+    return is_near and is_of_both(baseline, line)
 
 
 def lines_that_differ(

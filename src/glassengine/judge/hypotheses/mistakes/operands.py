@@ -23,7 +23,6 @@ from glassengine.judge.hypotheses.mistakes.tensor_roles import (
 from glassengine.judge.hypotheses.trials.hypothesis import (
     Hypothesis,
     article,
-    broadcasts_alike,
     constants_of,
     part_of,
     reading,
@@ -31,7 +30,7 @@ from glassengine.judge.hypotheses.trials.hypothesis import (
     tensors_of,
     whole_of,
 )
-from glassengine.judge.hypotheses.trials.question import Question
+from glassengine.judge.hypotheses.trials.question import Question, broadcasts_alike
 from glassengine.judge.hypotheses.trials.trial import Edit, factor_between
 from glassengine.judge.site_pairs import argument_names, origin_of, passes_on, walk
 from glassengine.numerics.float64 import double, is_real

@@ -194,11 +194,6 @@ def whole_of(part: Node) -> Node | None:
     return made.all_input_nodes[0] if is_part and isinstance(made, Node) else None
 
 
-def broadcasts_alike(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether tensors of two shapes may stand for each other where sizes of 1 are repeated: a row for a column."""
-    return len(one) == len(other) and all(a == b or 1 in (a, b) for a, b in zip(one, other, strict=True))
-
-
 def short(name: str, site: str) -> str:
     """Leave out the module of the flagged op, where another one is inside of it too."""
     path = site.rpartition("/")[0]
