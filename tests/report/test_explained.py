@@ -103,6 +103,16 @@ def test_a_line_of_both_sides_is_not_to_be_changed(wrong: Comparison) -> None:
     assert re.search(r"next: both sides run \w+\.py:\d+: change what the candidate gives to it", text)
 
 
+@pytest.mark.parametrize(("code", "is_whole"), [("y = self.up(x)", True), ("y = self.up(", False)])
+def test_a_statement_that_both_sides_have_is_not_to_be_changed(wrong: Comparison, code: str, is_whole: bool) -> None:
+    first = wrong.first_divergence
+    assert first is not None
+    both = {"source": f"a.py:3: {code}", "candidate_source": f"b.py:5: {code}", "hints": ()}
+    copied = dataclasses.replace(first, **both)
+    text = agent_text([dataclasses.replace(wrong, first_divergence=copied, origins=(copied,))], COMMAND)
+    assert ("next: both sides run b.py:5: change what the candidate gives to it" in text) is is_whole
+
+
 def test_ok_has_nothing_to_do(wrong: Comparison) -> None:
     ok = dataclasses.replace(wrong, ok=True, verdict="rounding", origins=(), first_divergence=None, not_ok_because=None)
     assert agent_text([ok], COMMAND).splitlines()[-1] == "next: nothing; both sides agree"

@@ -28,7 +28,7 @@ from glassengine.diagnose.training_run import (
     placeholder_name,
     repeat_update,
 )
-from glassengine.judge.hypotheses.trials.hypothesis import article, short
+from glassengine.judge.hypotheses.trials.hypothesis import done_by, short
 from glassengine.judge.hypotheses.trials.trial import FAILS
 from glassengine.judge.site_pairs import SitePair
 from glassengine.numerics.float64 import double, is_real
@@ -117,7 +117,7 @@ def _named(
 
 def _of_backward(hint: Hint, begin: Node) -> Hint:
     """Return a hint that says of which gradient it is: no op of the forward is another one."""
-    return replace(hint, text=f"in the gradient of {article(begin)}: {hint.text}", proven=False, line=None)
+    return replace(hint, text=f"in the gradient of {done_by(begin)}: {hint.text}", proven=False, line=None)
 
 
 def _mistake(

@@ -5,6 +5,7 @@ SARIF, the text for coding agents, properties of tests and marks of other viewer
 
 from __future__ import annotations
 
+import ast
 import itertools
 import shlex
 from collections.abc import Sequence
@@ -72,6 +73,14 @@ class SourceLine:
         return None if found is None else cls(found[0], found[1], found[2].strip())
 
     @property
+    def is_statement(self) -> bool:
+        """Whether the code is a whole statement, and not the first line of one."""
+        try:
+            return bool(ast.parse(self.code).body)
+        except (SyntaxError, ValueError):
+            return False
+
+    @property
     def place(self) -> str:
         """File and line, as editors take them: relative to the working directory, where it is below that."""
         path, here = Path(self.file), Path.cwd()
@@ -131,6 +140,14 @@ class ReportFinding:
     def is_shared(self) -> bool:
         """Whether both sides run one line: what the candidate gives to it is the mistake, and not the line."""
         return self.candidate is not None and self.candidate == self.baseline
+
+    @property
+    def is_run_by_both(self) -> bool:
+        """Whether both sides run one line, or one statement that each has in a file of its own."""
+        if self.candidate is None or self.baseline is None or self.is_shared:
+            return self.is_shared
+        is_same = self.candidate.code == self.baseline.code and self.candidate.is_statement
+        return is_same and not any(hint.line for hint in self.hints[:1])
 
     @property
     def is_lacking(self) -> bool:
@@ -244,10 +261,9 @@ def next_step(result: Comparison, command: Sequence[str]) -> str:
     if origin is not None and origin.reproduction:
         test = shlex.quote(str(Path(origin.reproduction) / "test_repro.py"))
         return f"python {test}  # fails until the op is right; then {again}"
-    if found is not None and found.is_shared:
-        return (
-            f"both sides run {found.at}: change what the candidate gives to it (weights, configuration), then {again}"
-        )
+    if found is not None and found.is_run_by_both:
+        given = "weights, configuration" if found.is_shared else "operands, weights, configuration"
+        return f"both sides run {found.at}: change what the candidate gives to it ({given}), then {again}"
     if found is not None and found.candidate is not None:
         return f"change {found.candidate.place}, then {again}"
     if found is not None and found.is_lacking and found.baseline is not None:

@@ -285,3 +285,40 @@ def test_a_difference_that_is_turned_is_not_the_right_one_along_other_axes() -> 
     inputs = {name: torch.randn(2, 5, size, generator=generator) for name, size in (("x", 3), ("gate", 5))}
     first = check(Relative(), candidate=Relative(-1), inputs=inputs).first_divergence
     assert first is not None and first.site == "./sub.0" and "are exchanged" in first.hints[0].text, first
+
+
+class Filter(nn.Module):
+    """What is larger than a share of the middle is kept, in each of several layers."""
+
+    def __init__(self, middles: list[Step], above: Callable[[Tensor, Tensor], Tensor] = torch.gt) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in middles)
+        self.share = nn.Parameter(torch.tensor([0.02]))
+        self.middles, self.above = middles, above
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, middle in zip(self.layers, self.middles, strict=True):
+            energy = layer(x).pow(2).sum(-1)
+            mask = self.above(energy / middle(energy), self.share).float() - self.share
+            x = x + torch.tanh(layer(x)) * torch.sigmoid(mask).unsqueeze(-1)
+        return x
+
+
+def median(x: Tensor) -> Tensor:
+    return x.median(1, keepdim=True)[0]
+
+
+def far_mean(x: Tensor) -> Tensor:
+    return 60 * x.mean(1, keepdim=True)
+
+
+def test_a_mask_of_one_number_is_not_taken_for_that_of_another_layer(inputs: str) -> None:
+    result = judged(Filter([median] * 3), Filter([median, far_mean, median]), inputs)
+    assert result.first_divergence is not None
+    assert "60 * x.mean" in (result.first_divergence.candidate_source or "")
+
+
+def test_a_comparison_that_is_turned_makes_no_zeros_of_what_is_still_computed(inputs: str) -> None:
+    result = judged(Filter([median]), Filter([median], torch.lt), inputs)
+    assert hints(result)[0].startswith("lt instead of gt")

@@ -424,6 +424,45 @@ def test_an_activation_that_is_done_later_is_not_called_missing() -> None:
     assert first is not None and first.hints[0].text == "gelu is done after add, not before it"
 
 
+class Scale(nn.Module):
+    """A product with a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class InOrder(nn.Module):
+    """A module that is called before a sum, or after it."""
+
+    def __init__(self, *, is_scaled_first: bool) -> None:
+        super().__init__()
+        self.scale, self.is_scaled_first = Scale(), is_scaled_first
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        if self.is_scaled_first:
+            x = self.scale(x)
+            x = x + shift
+        else:
+            x = x + shift
+            x = self.scale(x)
+        return x.tanh()
+
+
+def test_a_module_that_is_called_later_is_named_where_it_is_called() -> None:
+    right, wrong = InOrder(is_scaled_first=True), InOrder(is_scaled_first=False)
+    wrong.load_state_dict(right.state_dict())
+    inputs = {name: torch.randn(4, 8) for name in ("x", "shift")}
+    first = check(right, candidate=wrong, inputs=inputs).first_divergence
+    assert first is not None and first.hints[0].text.startswith("mul with scale.weight is done after add")
+    lines = [line for line in (first.source, first.candidate_source) if line and line.endswith("x = self.scale(x)")]
+    assert len(set(lines)) == 2, first
+
+
 class LastOfEach(nn.Module):
     """Takes the last valid place of each row, or the last place of all."""
 

@@ -12,9 +12,10 @@ from torch import nn
 import glassengine as glass
 from glassengine.capture.observers import observing, run_program
 from glassengine.errors import UsageError
-from glassengine.program.export.export import export_module
+from glassengine.program.export.export import export_module, export_specialized
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.signature import named_inputs
+from glassengine.program.user_code.tracing import SPECIALIZED, WITH_VALUES
 
 X = torch.linspace(-2, 2, 8).reshape(2, 4)
 
@@ -380,3 +381,21 @@ def test_products_of_two_dtypes_are_refused_before_anything_is_built() -> None:
     assert "float32 by float16" in str(raised.value) and "input is float32" in str(raised.value)
     assert "--dtype float32" in str(raised.value)
     assert export_module(model, {"input": torch.randn(2, 8).half()}).output_nodes
+
+
+class Doubtful(nn.Module):
+    """Takes the branch that its own parameters say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((64,), 3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if bool((self.weight == 3.0).all()):
+            return x * self.weight
+        raise ValueError("another weight")
+
+
+def test_a_branch_on_parameters_is_taken_by_their_values() -> None:
+    program = export_specialized(Doubtful().eval(), {"x": torch.randn(2, 64)})
+    assert program.metadata[SPECIALIZED] == WITH_VALUES

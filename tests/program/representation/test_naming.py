@@ -101,3 +101,17 @@ def test_sites_of_two_exports() -> None:
     plain, more = (exported_fingerprints(export_module(Branches(extra=extra), {"x": X})) for extra in (False, True))
     assert plain.items() <= more.items()
     assert plain["left/linear.0"] != plain["right/linear.0"]
+
+
+class Checked(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+
+def test_line_of_op_is_below_a_wrapper_without_source() -> None:
+    made: dict[str, Callable[..., torch.Tensor]] = {"wrapped": Checked.forward}
+    exec(compile("def forward(self, x):\n    return wrapped(self, x)", "<made>", "exec"), made)
+    module = type("Wrapped", (Checked,), {"forward": made["forward"]})()
+    (site,) = [site for site in export_module(module, {"x": X}).sites if site.kind == "op"]
+    assert (site.source or "").endswith("return x.sin()")
+    assert "test_naming.py:" in (site.source or "")

@@ -1,9 +1,9 @@
 """Tries the catalog on one question and ranks what holds.
 
-Several mistakes may make one tensor. What leaves more than a proof does, says of another op only that it is another, or
-is written off the candidate's tensor itself (elements that are zero, a number beyond which nothing lies, an order of
-its slices) describes what came out as well as what was done: a mistake that says what was done, and makes the same, is
-the better one.
+Several mistakes may make one tensor. What leaves more than a proof does, says of another op only that it is another, of
+a tensor that it is not read where the candidate has all of the ops, or is written off the candidate's tensor itself
+(elements that are zero, a number beyond which nothing lies, an order of its slices) describes what came out as well as
+what was done: a mistake that says what was done, and makes the same, is the better one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.fx import Node
 
 from glassengine.judge.hypotheses.mistakes.activations import activations
 from glassengine.judge.hypotheses.mistakes.arguments import as_theirs, same_op, usual
-from glassengine.judge.hypotheses.mistakes.candidate_ops import another_op
+from glassengine.judge.hypotheses.mistakes.candidate_ops import another_op, extra_op
 from glassengine.judge.hypotheses.mistakes.catalog import DESCRIBED, FAMILIES, Family
 from glassengine.judge.hypotheses.mistakes.fitted_constants import fitted_constants, origin_in
 from glassengine.judge.hypotheses.mistakes.layouts import missing_rotation, reshaped
@@ -144,7 +144,10 @@ def explanation(question: Question, only: tuple[float, Family] | None = None) ->
                 if hint is None:
                     continue
                 hint = as_certain(question, family, hint)
-                found = MistakeExplanation(hint, hypothesis, rank_of(family, hint), score, family)
+                rank = rank_of(family, hint)
+                if hypothesis.lost is not None and question.has_all([hypothesis.lost, *hypothesis.edits]):
+                    rank = min(rank, Rank.DONE)
+                found = MistakeExplanation(hint, hypothesis, rank, score, family)
                 if best is None or found.rank > best.rank:
                     best = found
                 if best.rank is Rank.SETTLED:
@@ -312,7 +315,7 @@ def rank_of(family: Callable[..., Any], hint: Hint) -> Rank:
         return Rank.NEARLY if is_described or hint.kind == "other" else Rank.FITS
     if is_described:
         return Rank.DESCRIBED
-    return Rank.DONE if family is another_op and hint.kind == "other" else Rank.SETTLED
+    return Rank.DONE if family in (another_op, extra_op) and hint.kind == "other" else Rank.SETTLED
 
 
 def as_certain(question: Question, family: Callable[..., Any], hint: Hint) -> Hint:

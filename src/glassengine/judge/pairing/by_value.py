@@ -25,7 +25,15 @@ import torch
 from torch.fx import Node
 
 from glassengine.judge.cases import Case
-from glassengine.judge.pairing.candidate_tensors import CandidateTensor, ProbeStep, Values, probe, shapes_of
+from glassengine.judge.pairing.candidate_tensors import (
+    CandidateTensor,
+    ProbeStep,
+    Values,
+    is_telling,
+    numbers_of,
+    probe,
+    shapes_of,
+)
 from glassengine.judge.pairing.find_wrong_tensor import WrongTensorSearch
 from glassengine.judge.pairing.program_pairs import ProgramPairs, UnknownValue
 from glassengine.judge.site_pairs import (
@@ -185,7 +193,8 @@ class Counterparts:
         result = self._known.results.get(node.name)
         if result is not None and result in self._known.tensors.nodes:
             return CandidateTensor(result)
-        if not all(value.is_floating_point() for value in predicted):
+        is_one_number = max(numbers_of(predicted)) > 1 and not is_telling(predicted)
+        if is_one_number or not all(value.is_floating_point() for value in predicted):
             return self._same_choice(node, predicted)
         if not any(bool(value.isfinite().any()) for value in predicted):
             # NaN is like all NaN.
@@ -193,7 +202,7 @@ class Counterparts:
         return self._closest(node, predicted)
 
     def _same_choice(self, node: Node, predicted: Values) -> CandidateTensor | None:
-        """Return the counterpart of integers or a mask: too alike for their values alone to say which is which."""
+        """Return the counterpart of integers, a mask, one number: too alike for values alone to say which is which."""
         names = {name: seen.name for name, seen in self._known.counterparts.items()}
         same, proposed = self._known.same_op(node), self._known.proposal(node)
         sibling = sibling_of(node, names, self._known.tensors.nodes)

@@ -26,8 +26,8 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from glassengine.judge.hypotheses.trials.hypothesis import constants_of, part_of, whole_of
-from glassengine.judge.site_pairs import done_later, origin_of, passes_on, readers_of, region_of
-from glassengine.program.representation.naming import depth_of, source_line
+from glassengine.judge.site_pairs import ancestors, done_later, origin_of, passes_on, readers_of, region_of
+from glassengine.program.representation.naming import depth_of, line_beside, source_line
 from glassengine.program.representation.program import Program
 from glassengine.results import Altered, Divergence, Findings, Hint
 from glassengine.sites import Site, parts_of_line
@@ -92,8 +92,8 @@ def line_of_reader(
         if ours.count(node.target) <= theirs.count(node.target):
             return _changed(baseline, program, node)
     elif any(counterparts.get(source.name) == there.name for source in node.all_input_nodes):
-        if (later := done_later(node, there, counterparts)) is not None:
-            return (_parting(_frames(node), _frames(later)) or (None, source_line(later)))[1]
+        if done_later(node, there, counterparts) is not None:
+            return None
         readers = [one for one in readers if origin_of(there) in map(origin_of, one.all_input_nodes)]
     else:
         return None
@@ -131,7 +131,7 @@ def is_beside(
 def lines_that_differ(
     baseline: Program, program: Program | None, counterparts: Mapping[str, str], divergence: Divergence
 ) -> tuple[str | None, str] | None:
-    """Return the lines of both sides that call the one line of an op in other words, or make what it reads.
+    """Return the lines of both sides that call the one line of an op in other words or order, or make what it reads.
 
     Where an op's own lines differ, and that of the candidate is one of the baseline's, it is the line that only the
     candidate has. None where nothing differs.
@@ -140,6 +140,10 @@ def lines_that_differ(
     if program is None or there is None:
         return None
     own, hint = baseline.node(divergence.node or ""), divergence.hints[0]
+    if (later := done_later(own, there, counterparts)) is not None:
+        between = next(one for one in later.all_input_nodes if there in ancestors(one))
+        beside = line_beside(own, next(iter(readers_of(own)), own)), line_beside(later, between)
+        return None if beside[1] is None else (beside[0], beside[1])
     ours, theirs = _frames(own), _frames(there)
     if not ours or not theirs:
         return None

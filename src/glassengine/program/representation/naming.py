@@ -25,7 +25,9 @@ from glassengine.sites import ROOT, Site, SiteTable, op_site, port_site, tap_sit
 
 _PLACEMENT = frozenset({"device", "pin_memory", "layout"})  # where, not what: the same on every device
 _SLICE = re.compile(r"slice\(([^,]+), ([^,]+), ([^)]+)\)")
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
+_FRAME = re.compile(
+    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]*)\n(?!\s*File ")\s*(?P<code>[^\n]*)'
+)
 
 
 _STRICT_VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
@@ -153,6 +155,15 @@ def source_line(node: Node, depth: int = 0) -> str | None:
 def depth_of(node: Node) -> int:
     """Return how many user frames made `node`."""
     return len(_user_frames(node))
+
+
+def line_beside(node: Node, other: Node) -> str | None:
+    """Return the line of the innermost function that runs two ops which is that of `node`."""
+    frames = [[frame.group("file", "function", "line") for frame in _user_frames(one)] for one in (node, other)]
+    both = list(zip(*frames, strict=False))
+    outer = next((depth for depth, (one, beside) in enumerate(both) if one != beside), len(both))
+    is_one_function = outer < len(both) and both[outer][0][:2] == both[outer][1][:2]
+    return source_line(node, outer + is_one_function)
 
 
 def _user_frames(node: Node) -> list[re.Match[str]]:

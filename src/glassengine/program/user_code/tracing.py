@@ -38,6 +38,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch._subclasses import meta_utils
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
@@ -165,9 +166,16 @@ def real_values() -> Iterator[None]:
             _python_values(),
             _no_tensor_where_none_is(),
             _as_uncompiled(),
+            mock.patch.object(meta_utils, "_safe_copy", _copy),
         ):
             stack.enter_context(context)
         yield
+
+
+def _copy(made: torch.Tensor, source: torch.Tensor | None) -> None:
+    """Fill the value of a fake tensor; torch leaves that of a parameter uninitialized."""
+    if type(source) in (torch.Tensor, nn.Parameter):
+        made.copy_(source)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

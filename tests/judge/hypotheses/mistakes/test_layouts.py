@@ -210,3 +210,19 @@ def test_sides_of_a_difference_that_are_expanded_are_exchanged() -> None:
 
     hint = told(apart, lambda x: apart(x, is_turned=True), {"x": drawn(2, 5, 3)})
     assert hint.kind == "swapped" and "of sub are exchanged" in hint.text
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_windows_are_of_rows_and_columns(is_split: bool) -> None:
+    """Both axes are wrong at once, and neither alone explains anything."""
+
+    def right(x: Tensor) -> Tensor:
+        return x.reshape(2, 4, 3, 5, 3).cos() if is_split else x.reshape(2, 4, 3, 5, 3).cos().reshape(2, 12, 15)
+
+    def wrong(x: Tensor) -> Tensor:
+        if is_split:
+            return x.reshape(2, 3, 4, 3, 5).permute(0, 2, 1, 4, 3).cos()
+        return x.reshape(2, 4, 3, 5, 3).cos().permute(0, 2, 1, 4, 3).reshape(2, 12, 15)
+
+    hint = told(right, wrong, {"x": drawn(2, 12, 15)})
+    assert hint.proven and hint.text.endswith("in 2 places")

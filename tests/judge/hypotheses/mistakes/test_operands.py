@@ -307,3 +307,22 @@ def test_a_weight_that_both_sides_read_is_not_said_to_be_turned_around() -> None
     wrong.load_state_dict(right.state_dict())
     found = check(right, candidate=wrong, inputs={"x": torch.randn(5, 8)}).first_divergence
     assert found is not None and "turned around" in found.hints[0].text and "weight" not in found.hints[0].text
+
+
+class Halved(nn.Module):
+    """Divides a part of a tensor in its place, or does not."""
+
+    def __init__(self, is_divided: bool) -> None:
+        super().__init__()
+        self.divisor = 4.0 if is_divided else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        if self.divisor is not None:
+            x[:, 2:] /= self.divisor
+        return x.exp()
+
+
+def test_what_is_done_to_a_part_in_its_place_is_called_missing() -> None:
+    first = check(Halved(True), candidate=Halved(False), inputs={"x": torch.randn(4, 6)}).first_divergence
+    assert first is not None and first.hints[0].text == "the division by 4 is missing", first

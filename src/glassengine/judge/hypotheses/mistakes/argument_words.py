@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from glassengine.judge.hypotheses.mistakes.tensor_roles import BENDING, is_counted
-from glassengine.judge.hypotheses.trials.hypothesis import Literal, called, shown
+from glassengine.judge.hypotheses.trials.hypothesis import Literal, called, done_by, shown
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import named, traits_of
@@ -28,7 +28,7 @@ def text_of(question: Question, literal: Literal, value: Any) -> str:
     op, name, own = op_name(literal.node), name_of(question, literal), literal.value
     kind, verb = named(op).kind, "added" if op == "add" else "subtracted"
     if kind == "factor" and value == 1 and own != 1:
-        return f"the {'multiplication' if op == 'mul' else 'division'} by {shown(own)} is missing"
+        return f"{done_by(literal.node, own)} is missing"
     if kind == "term" and value == 0 and own:
         return f"{shown(own)} is not {verb}"
     if kind == "term" and isinstance(own, (int, float)) and isinstance(value, (int, float)) and name != "eps":

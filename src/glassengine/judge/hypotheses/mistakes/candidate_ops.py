@@ -75,7 +75,7 @@ def another_op(question: Question) -> Iterator[Hypothesis]:
 
         def edit(call: TrialCall, done: Callable[..., Any] = done) -> Any:
             leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
-            return _first_of(done([leaf for leaf in leaves if isinstance(leaf, Tensor)]), call)
+            return in_place_of(call, done([leaf for leaf in leaves if isinstance(leaf, Tensor)]))
 
         for node in reversed(question.trial.ops):
             if there[node.target] >= own[node.target]:
@@ -112,6 +112,8 @@ def _called_with(theirs: Node) -> tuple[Callable[[Sequence[Any]], Any], int]:
     return done, len(places)
 
 
-def _first_of(made: Any, call: TrialCall) -> Any:
-    """Return what stands for the result of a call: a largest value comes with its index."""
-    return made[0] if isinstance(made, (tuple, list)) and isinstance(call.value, Tensor) else made
+def in_place_of(call: TrialCall, made: Any) -> Any:
+    """Return what stands for the result of a call: a largest value comes with its place, which is left as it is."""
+    if isinstance(made, (tuple, list)) == isinstance(call.value, (tuple, list)):
+        return made
+    return made[0] if isinstance(made, (tuple, list)) else (made, *call.value[1:])

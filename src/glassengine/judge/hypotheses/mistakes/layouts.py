@@ -43,17 +43,30 @@ def reshaped(question: Question) -> Iterator[Hypothesis]:
                 orders += [(finer, (1, 0, 2), "parts of heads are mixed") for finer in _finer(parts, number)]
             for sizes, order, words in orders:
                 text = f"an axis is taken apart as {_in_words(sizes, order, words)}"
-                yield Hypothesis(kind, text, {node: _rearranged(split, axis, _places(sizes, order))})
+                yield Hypothesis(kind, text, {node: _rearranged(split, (axis, _places(sizes, order)))})
         for axis, first, parts in factored(merged, given):
             kind, how = _of_axes(question, node, first, parts)
             for order in _orders(parts):
                 text = f"axes are put together as {_in_words(parts, order, how)}"
                 places = _places(parts, order)
-                edit = _rearranged(merged, axis, places.argsort())
+                edit = _rearranged(merged, (axis, places.argsort()))
                 yield Hypothesis(kind, text, {node: edit})
                 if end is not node and question.right.numel() == made.numel():
                     text += ", and what is made is taken apart so again"
-                    yield Hypothesis(kind, text, {node: edit, end: _rearranged(merged, axis, places)})
+                    yield Hypothesis(kind, text, {node: edit, end: _rearranged(merged, (axis, places))})
+        for joined, parted, done in (
+            (split, made.shape, "an axis is taken apart"),
+            (merged, given, "axes are put together"),
+        ):
+            # Rows and columns of windows.
+            pairs = [found for found in factored(joined, parted) if len(found[2]) == 2]
+            if len(pairs) < 2:
+                continue
+            kind, how = _of_axes(question, node, *pairs[0][1:])
+            moved = [(axis, _places(sizes, (1, 0))) for axis, _, sizes in pairs]
+            edit = _rearranged(joined, *((axis, one if joined is split else one.argsort()) for axis, one in moved))
+            text = f"{done} as {_in_words(pairs[0][2], (1, 0), how)}, in {len(pairs)} places"
+            yield Hypothesis(kind, text, {node: edit})
 
 
 def _views(question: Question) -> Iterator[tuple[Node, torch.Size, torch.Tensor]]:
@@ -142,8 +155,14 @@ def _places(parts: Sequence[int], order: Sequence[int]) -> torch.Tensor:
     return torch.arange(math.prod(parts)).reshape([parts[i] for i in order]).permute(back).reshape(-1)
 
 
-def _rearranged(joined: Sequence[int], axis: int, places: torch.Tensor) -> Edit:
-    return lambda call: call.value.reshape(joined).index_select(axis, places).reshape(call.value.shape)
+def _rearranged(joined: Sequence[int], *moved: tuple[int, torch.Tensor]) -> Edit:
+    def edit(call: TrialCall) -> Any:
+        value = call.value.reshape(joined)
+        for axis, places in moved:
+            value = value.index_select(axis, places)
+        return value.reshape(call.value.shape)
+
+    return edit
 
 
 def _in_words(parts: Sequence[int], order: Sequence[int], how: str) -> str:

@@ -22,8 +22,8 @@ from glassengine.judge.hypotheses.mistakes.tensor_roles import (
 )
 from glassengine.judge.hypotheses.trials.hypothesis import (
     Hypothesis,
-    article,
     constants_of,
+    done_by,
     part_of,
     reading,
     shown,
@@ -155,9 +155,18 @@ def left_out(question: Question) -> Iterator[Hypothesis]:
         elif is_real(first) and first.numel() == made.numel():  # what moves axes is missing before a reshape
             found = first.reshape(made.shape)
             if not torch.equal(found, made):
-                text = f"{article(node)} is missing"
+                done = _written(question.in_baseline(node))
+                text = f"{done_by(done)} is missing"
                 text += "" if first.shape == made.shape else f": {question.label(tensors[0][1])} is read as it is"
-                yield Hypothesis(_kind_of_missing(node), text, {node: found})
+                yield Hypothesis(_kind_of_missing(done), text, {node: found})
+
+
+def _written(node: Node) -> Node:
+    """Return the op that is done to a part of a tensor in its place, `x[1:] /= 2`: the division; else the node."""
+    if op_name(node) not in ("slice_scatter", "select_scatter"):
+        return node
+    done, whole = (origin_of(source) for source in (node.all_input_nodes[1], node.all_input_nodes[0]))
+    return done if whole in map(origin_of, done.all_input_nodes) else node
 
 
 def _of_two(question: Question, node: Node, a: Node, b: Node) -> Iterator[tuple[Kind, str, Tensor, Node | None]]:

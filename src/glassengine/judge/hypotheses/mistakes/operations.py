@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 from torch.nn import functional as F
 
 from glassengine.judge.hypotheses.mistakes.activations import Pointwise
+from glassengine.judge.hypotheses.mistakes.candidate_ops import in_place_of
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, bound, literals_of, reading, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall, edited
@@ -98,12 +98,7 @@ def _other_ops(question: Question, node: Node) -> Iterator[Other]:
 
 
 def _along(name: str) -> Edit:
-    def edit(call: TrialCall) -> Any:
-        """The largest values along an axis come with their places, which are left as they are."""
-        made = getattr(torch, name)(*call.args, **call.kwargs)
-        return (made if isinstance(made, Tensor) else made[0], *call.value[1:])
-
-    return edit
+    return lambda call: in_place_of(call, getattr(torch, name)(*call.args, **call.kwargs))
 
 
 def _by_name(name: str) -> Edit:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.judge.hypotheses.trials.trial import Edit, Trial, TrialCall
 from glassengine.judge.site_pairs import argument_names, passes_on
+from glassengine.ops.traits import named
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
 
@@ -162,9 +163,12 @@ def shown(value: Any) -> str:
     return str(list(value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def article(node: Node) -> str:
-    """Return what an op is called in a sentence."""
-    return called(op_name(node))
+def done_by(node: Node, number: Any = None) -> str:
+    """Return what an op is called that may be missing: "gelu", "the division by 4"."""
+    numbers, name = constants_of([node]) if number is None else [number], op_name(node)
+    if named(name).kind != "factor" or len(numbers) != 1:
+        return called(name)
+    return f"the {'multiplication' if name == 'mul' else 'division'} by {shown(numbers[0])}"
 
 
 def called(name: str) -> str:

@@ -122,6 +122,11 @@ class Question:
         """Return what reads a node of the piece in the baseline's whole graph."""
         return list(self.in_baseline(node).users)
 
+    def has_all(self, nodes: Sequence[Node]) -> bool:
+        """Whether some nodes are ops of the piece, each of which the candidate has as often."""
+        ours, theirs = ([op.target for op in ops] for ops in (self.trial.ops, self.theirs))
+        return all(0 < ours.count(node.target) <= theirs.count(node.target) for node in nodes)
+
     def left(self, value: torch.Tensor | None) -> float:
         """Return how far a value is from what the candidate made, root mean square; infinite across masks."""
         if value is None or is_real(value) != is_real(self.actual):
