@@ -630,6 +630,42 @@ class SeenOtherwise(nn.Module):
         return torch.gather(seen, 2, places)
 
 
+class Upper(nn.Module):
+    """A product with one half of a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 5, generator=torch.Generator().manual_seed(3)))
+
+    def turned(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("ij,bj->bi", self.weight.triu(), x)
+
+
+class Lower(Upper):
+    """A product with the other half."""
+
+    def turned(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("ij,bj->bi", self.weight.tril(), x)
+
+
+class UpperFirst(nn.Module):
+    """Two products, by methods of one name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lower, self.upper = Lower(), Upper()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lower.turned(self.upper.turned(x.tanh())).sin()
+
+
+class LowerFirst(UpperFirst):
+    """The same in the other order."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.upper.turned(self.lower.turned(x.tanh())).sin()
+
+
 @pytest.mark.parametrize(
     ("both", "shapes", "wanted", "words"),
     [
@@ -651,6 +687,12 @@ class SeenOtherwise(nn.Module):
             {"x": (2, 6, 6), "places": (2, 6, 3)},
             'seen = torch.einsum("ij,biq,bjp->bqp", 1 - torch.tril(torch.ones(6, 6)), x.sin(), x.sin())',
             "axes 1 and 2 of einsum.0 are transposed",
+        ),
+        (
+            (UpperFirst(), LowerFirst()),
+            {"x": (4, 5)},
+            "return self.upper.turned(self.lower.turned(x.tanh())).sin()",
+            "einsum with triu.0 is done after einsum, not before it",
         ),
     ],
 )

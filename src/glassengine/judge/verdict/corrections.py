@@ -15,7 +15,7 @@ import math
 import re
 import tokenize
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 from typing import Any
@@ -143,7 +143,8 @@ def lines_that_differ(
     if (later := done_later(own, there, counterparts)) is not None:
         between = next(one for one in later.all_input_nodes if there in ancestors(one))
         beside = line_beside(own, next(iter(readers_of(own)), own)), line_beside(later, between)
-        return None if beside[1] is None else (beside[0], beside[1])
+        callers = _parting(_frames(own), _frames(later)) if is_of_both(baseline, beside[1]) else None
+        return callers or (None if beside[1] is None else (beside[0], beside[1]))
     ours, theirs = _frames(own), _frames(there)
     if not ours or not theirs:
         return None
@@ -153,10 +154,9 @@ def lines_that_differ(
     elif not is_of_both(baseline, theirs[0]):
         return None
     inside, _ = _regions(baseline, program, counterparts, divergence)
+    sites = {one: getattr(_site(baseline, one), "name", "") for one in map(part_of, own.all_input_nodes)}
     named = () if hint.change is None else hint.change.operands
-    read = [
-        one for one in map(part_of, own.all_input_nodes) if hint.kind == "swapped" or _is_called(baseline, one, named)
-    ]
+    read = [one for one, site in sites.items() if hint.kind == "swapped" or site.endswith(named)]
     lines = ((one, _changed(baseline, program, one)) for one in (*reversed(inside), *read))
     return next(((source_line(one), line) for one, line in lines if line), None)
 
@@ -164,10 +164,6 @@ def lines_that_differ(
 def is_of_both(baseline: Program, line: str | None) -> bool:
     """Whether a line of the candidate stands in the baseline word for word: what is wrong is another one, if any is."""
     return _code(line) in _lines(baseline, "").values()
-
-
-def _is_called(program: Program, node: Node, names: Collection[str]) -> bool:
-    return (site := _site(program, node)) is not None and any(site.name.endswith(f"/{name}") for name in names)
 
 
 def lines_of_region(
