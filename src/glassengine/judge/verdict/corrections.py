@@ -150,7 +150,7 @@ def lines_that_differ(
             return callers
     elif not is_of_both(baseline, theirs[0]):
         return None
-    inside, _ = _regions(baseline, program, counterparts, divergence)
+    inside = region_of(own, counterparts)[0]
     named = () if hint.change is None else hint.change.operands
     read = [
         one for one in map(part_of, own.all_input_nodes) if hint.kind == "swapped" or _is_called(baseline, one, named)
