@@ -151,10 +151,9 @@ def lines_that_differ(
     elif not is_of_both(baseline, theirs[0]):
         return None
     inside = region_of(own, counterparts)[0]
-    named = () if hint.change is None else hint.change.operands
-    read = [
-        one for one in map(part_of, own.all_input_nodes) if hint.kind == "swapped" or _is_called(baseline, one, named)
-    ]
+    named = () if hint.change is None else (*hint.change.operands, *hint.change.ops)
+    above = dict.fromkeys([*map(part_of, own.all_input_nodes), *own.all_input_nodes])
+    read = [one for one in above if hint.kind == "swapped" or _is_called(baseline, one, named)]
     lines = ((one, _changed(baseline, program, one)) for one in (*reversed(inside), *read))
     return next(((source_line(one), line) for one, line in lines if line), None)
 
