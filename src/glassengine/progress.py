@@ -11,7 +11,7 @@ from enum import Enum, auto
 
 
 class Work(Enum):
-    """A stage of building, checking or replaying."""
+    """A stage of building, checking or replaying; the text of `FIRST_ANSWER` is a result."""
 
     LOADING = auto()
     DEQUANTIZING = auto()
@@ -24,6 +24,7 @@ class Work(Enum):
     BISECTING = auto()
     RUNNING = auto()
     JUDGING = auto()
+    FIRST_ANSWER = auto()
     TRAINING = auto()
     WRITING = auto()
 

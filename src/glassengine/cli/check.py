@@ -40,8 +40,8 @@ _SHARES = (
     (Work.DEQUANTIZING, 1.0),
     (Work.EXPORTING, 5.0),
     (Work.EXPORTING_CANDIDATE, 5.0),
-    (Work.BUILDING_OBSERVABLE, 7.0),
     (Work.BUILDING_RELEASE, 6.0),
+    (Work.BUILDING_OBSERVABLE, 7.0),
     (Work.JUDGING, 8.0),
 )
 

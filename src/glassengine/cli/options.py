@@ -194,8 +194,11 @@ def stages(shares: Sequence[tuple[Work, float]]) -> Iterator[Callable[[Event], N
     with shown as begin:
 
         def tell(event: Event) -> None:
-            last[:] = [event]
-            begin(event)
+            if event.work is not Work.FIRST_ANSWER:
+                last[:] = [event]
+                begin(event)
+            elif not settings.quiet:
+                err.print(event.text)
 
         try:
             yield tell

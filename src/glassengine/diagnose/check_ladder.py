@@ -9,9 +9,9 @@ An encoder-decoder is two programs, and climbs twice (`encoder_decoder`); so doe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from glassengine.diagnose.ladder.as_given import as_given, as_run, require_two_m
 from glassengine.diagnose.ladder.bisect_release import bisect_release
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.generations import JUDGED, joined
-from glassengine.diagnose.ladder.judging import explain_engine, judge_alike, judge_cases, judge_sums_again, kept
+from glassengine.diagnose.ladder.judging import explain_engine, judge, judge_alike, judge_cases, judge_sums_again, kept
 from glassengine.diagnose.ladder.levels import (
     add_built,
     add_engine,
@@ -40,6 +40,7 @@ from glassengine.diagnose.ladder.levels import (
 from glassengine.diagnose.ladder.request import CheckRequest
 from glassengine.diagnose.ladder.step_by_step import StepStage, numbered, staged
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
+from glassengine.engine.build.build import compiler_beside
 from glassengine.engine.build.write import check_mesh
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import load
@@ -70,6 +71,7 @@ from glassengine.program.loading.quantized_grid import QuantizedModule, quantize
 from glassengine.program.onnx.grids import is_quantized_graph
 from glassengine.progress import Work
 from glassengine.recording.source import TensorSource
+from glassengine.report.words import headline
 from glassengine.results import Comparison, Findings, Policy, Skipped
 from glassengine.serving.protocol import ServingOptions
 
@@ -140,18 +142,23 @@ class Ladder:
         request = self.request
         if request.backend is not None:
             get_backend(request.backend)  # an unusable one is reported before anything is loaded
-        baseline, alone = self._load_baseline()
-        self.skipped: list[Skipped] = []
-        baseline, given = self._given(baseline, alone=alone)
-        candidate: LoadedModel | None = None
-        if request.candidate is not None and self.engine is None and self.record is None:
-            candidate, baseline, given = self._load_candidate(baseline, given)
-        as_run(baseline, candidate, request.serving.session)
-        if candidate is not None:
-            found = self._check_quantized(baseline, candidate, given)
-            if found is not None:
-                return found
         with ExitStack() as stack:
+            # It starts while this process loads and exports.
+            is_built = request.candidate is None and request.mesh is None and not request.bisect_outputs
+            self._compiler = compiler_beside(request.backend, request.baseline) if is_built else None
+            if self._compiler is not None:
+                stack.enter_context(closing(self._compiler))
+            baseline, alone = self._load_baseline()
+            self.skipped: list[Skipped] = []
+            baseline, given = self._given(baseline, alone=alone)
+            candidate: LoadedModel | None = None
+            if request.candidate is not None and self.engine is None and self.record is None:
+                candidate, baseline, given = self._load_candidate(baseline, given)
+            as_run(baseline, candidate, request.serving.session)
+            if candidate is not None:
+                found = self._check_quantized(baseline, candidate, given)
+                if found is not None:
+                    return found
             stack.enter_context(threads_for(baseline.module))
             return self._climb(baseline, candidate, given, stack)
 
@@ -333,7 +340,28 @@ class Ladder:
                 all_levels=request.all_levels,
                 only_release=request.bisect_outputs,
                 mesh=request.mesh,
+                compiler=self._compiler,
+                answer_first=partial(self._answer_first, climb),
             )
+
+    def _answer_first(self, climb: Climb, is_waiting: bool) -> None:
+        """Tell whether the model and its program agree in the first case, before the engines are built.
+
+        All is judged again beside the engines: where this process does not wait for another one, the first step is
+        enough, which costs two forwards where both have the same bits.
+        """
+        case = climb.cases[0] if is_waiting else replace(climb.cases[0], num_steps=1)
+        scores = [score.fresh() for score in climb.scores if score.side.place is not Place.OP_BY_OP]
+        judge(climb, scores, cases=[case])
+        if not any(score.pairs for score in scores):
+            return
+        found = findings_of(climb.program, scores, (), {}, baseline="", candidate="", min_coverage=0.0, environment={})
+        result = found.conclude(replace(self.policy, min_coverage=0.0))
+        at = "" if result.first_divergence is None else f" at {result.first_divergence.site}"
+        agree = "agree" if result.ok else f"do not agree{at}: {headline(result).why}"
+        steps = f"{case.num_steps} step{'s' if case.num_steps > 1 else ''}"
+        text = f"first answer ({case.name}, {steps}): the model and its program {agree}"
+        self.request.progress(Work.FIRST_ANSWER.says(text))
 
     def _judged(
         self, climb: Climb, baseline: LoadedModel, earlier: Sequence[Findings], stack: ExitStack, *, is_alone: bool

@@ -545,9 +545,11 @@ def built(two_layers: Program, folder: Path, workers: Callable[..., Any], monkey
     here: list[Path] = []
     build = EagerBackend.build
     monkeypatch.setattr(EagerBackend, "build", lambda *given: (here.append(given[-1]), build(*given))[1])
-    with build_module.compiled_beside(two_layers, "eager") as compiled:
+    compiler = build_module.compiler_beside("eager", "")
+    with build_module.compiled_beside(two_layers, compiler, ["1/gelu.0"]) as compiled:
         assert compiled is not None
-        return build_program(two_layers, folder / "release", backend="eager", made=BuiltParts(compiled)), here
+        options: Any = {"backend": "eager", "outputs": ["1/gelu.0"], "made": BuiltParts(compiled)}
+        return build_program(two_layers, folder / "engine", **options), here
 
 
 def in_process(function: Callable[[Any], Any], count: int) -> InProcess:
@@ -569,7 +571,7 @@ def test_the_engine_is_the_one_that_is_built_here(
     alone = build_program(two_layers, tmp_path / "alone", backend="eager")
     ours, theirs = (next(iter(one.forward(inputs={"input": x}).outputs.values())) for one in (engine, alone))
     assert torch.equal(ours, theirs)
-    assert engine.manifest.added_outputs == ()
+    assert [added.site for added in engine.manifest.added_outputs] == ["1/gelu.0"]
 
 
 def test_where_the_other_process_dies_this_one_compiles(
@@ -583,7 +585,7 @@ def test_only_a_command_on_several_processors_starts_another_process(
     slow: None, two_layers: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def starts() -> bool:
-        with build_module.compiled_beside(two_layers, "eager") as compiled:
+        with build_module.compiled_beside(two_layers, build_module.compiler_beside("eager", ""), ()) as compiled:
             return compiled is not None
 
     monkeypatch.setattr(build_module, "Processes", lambda function, count: _Dead(function))

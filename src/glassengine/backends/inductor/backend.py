@@ -18,10 +18,12 @@ import re
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 from glassengine import environment
 from glassengine.accelerators import require_device
@@ -161,6 +163,12 @@ class InductorBackend:
     def keeps_weights(self, program: Program) -> bool:
         """Small models are frozen, their weights packed into the library."""
         return sum(t.nbytes for t in program.weights().values()) <= FREEZE_LIMIT_BYTES
+
+    def prepare(self) -> None:
+        """Import the compiler, and let it find the vector instructions, which takes trials."""
+        use_private_directory()
+        import_module("torch._inductor.compile_fx")
+        pick_vec_isa()
 
     def build(self, program: Program, directory: Path) -> None:
         """Compile; no_grad, or freezing would be ignored."""

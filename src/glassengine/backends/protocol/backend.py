@@ -156,6 +156,14 @@ class NamingKernels(Protocol):
 
 
 @runtime_checkable
+class Preparing(Protocol):
+    """A back-end that can do ahead what the first build of a process takes; a third party may leave this out."""
+
+    def prepare(self) -> None:
+        """Import, and find out about this machine, what a build needs."""
+
+
+@runtime_checkable
 class CompilingGraphs(Protocol):
     """A back-end that can compile a graph in memory, for `torch.compile`; a third party may leave this out."""
 

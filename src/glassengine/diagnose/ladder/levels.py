@@ -7,8 +7,8 @@ engine got wrong is compiled alone, with its neighbors: is the op itself miscomp
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from glassengine.diagnose.ladder.climb import (
 )
 from glassengine.diagnose.ladder.step_by_step import StepStage, program_of, require_no_memory, specialized
 from glassengine.engine import files
-from glassengine.engine.build.build import build_program, compiled_beside
+from glassengine.engine.build.build import CompilerBeside, build_program, compiled_beside
 from glassengine.engine.build.write import BuiltParts
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import ParallelEngine
@@ -119,8 +119,22 @@ def add_built(
     all_levels: bool = False,
     only_release: bool = False,
     mesh: Mesh | None = None,
+    compiler: CompilerBeside | None = None,
+    answer_first: Callable[[bool], None] = lambda _: None,
 ) -> None:
-    """The baseline's own passes, (with `all_levels`) every op compiled alone, engine and release engine."""
+    """The baseline's own passes, (with `all_levels`) every op compiled alone, engine and release engine.
+
+    Args:
+        climb: With its program and unchanged model.
+        backend: Builds the engines.
+        passes: Of the user.
+        progress: Called with an event when a stage begins.
+        all_levels: Whether every op is compiled alone.
+        only_release: Whether there is no engine with debug outputs.
+        mesh: Ranks of the engine; None for one process.
+        compiler: Compiles the engine with debug outputs beside this process, where there is one.
+        answer_first: Called before this process builds, with whether another one compiles meanwhile.
+    """
     add_passes(climb, passes, progress)
     assert climb.built is not None
     if all_levels:
@@ -136,18 +150,19 @@ def add_built(
         climb.candidate = f"{ranks.manifest.backend} engine, {ranks.manifest.dtype}, {mesh}"
         climb.add(_release_side(climb, ranks))
         return
-    weights = None
-    with nullcontext() if only_release else compiled_beside(climb.built, backend, **sizes) as compiled:
-        if not only_release:
-            plan = observable(climb, climb.built)
-            progress(Work.BUILDING_OBSERVABLE.says(f"building the engine with {len(plan.added)} debug outputs"))
-            observed = [*plan.added, *plan.derived]
-            weights = folder / "engine" / files.WEIGHTS
-            engine = build_program(climb.built, folder / "engine", backend=backend, outputs=observed, **sizes)
-            _add_observable(climb, engine, observed)
+    plan = None if only_release else observable(climb, climb.built)
+    observed = [] if plan is None else [*plan.added, *plan.derived]
+    with compiled_beside(climb.built, compiler, observed, **sizes) as compiled:
+        answer_first(compiled is not None)
         progress(Work.BUILDING_RELEASE.says("building the release engine"))
-        made = BuiltParts(compiled, weights)
-        release = build_program(climb.built, folder / "release", backend=backend, made=made, **sizes)
+        release = build_program(climb.built, folder / "release", backend=backend, **sizes)
+        if plan is not None:
+            progress(Work.BUILDING_OBSERVABLE.says(f"building the engine with {len(plan.added)} debug outputs"))
+            made = BuiltParts(compiled, folder / "release" / files.WEIGHTS)
+            engine = build_program(
+                climb.built, folder / "engine", backend=backend, outputs=observed, made=made, **sizes
+            )
+            _add_observable(climb, engine, observed)
     if release.manifest.added_outputs:
         raise GlassError("the release engine has debug outputs", got=str(release.manifest.added_outputs))
     climb.of_runtime(kernels_of(release.manifest.backend))

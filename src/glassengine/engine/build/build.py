@@ -3,7 +3,7 @@
 Nothing is compiled before every name and size in the request has been checked, and nothing is left behind when a build
 does not end well.
 
-Compiles a program in another process, while this one compiles the same program with debug outputs.
+Compiles a program with debug outputs in another process, while this one compiles the same program without.
 
 A compiler that takes longer than a process to start uses one processor: two of them take half the time.
 """
@@ -18,7 +18,7 @@ import re
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
@@ -27,11 +27,11 @@ import torch
 from torch import nn
 
 from glassengine import environment
-from glassengine.backends.protocol.backend import TakingModels
+from glassengine.backends.protocol.backend import Preparing, TakingModels
 from glassengine.backends.registry import backends_that, choose_backend, choose_device, find_backend
 from glassengine.engine import files
 from glassengine.engine.build.artifacts import ArtifactWriter
-from glassengine.engine.build.plan import BuildPlan, BuildSettings, plan_build
+from glassengine.engine.build.plan import BuildPlan, BuildSettings, plan_build, planned_outputs
 from glassengine.engine.build.requests import (
     DEFAULT_MAX_SEQ_LEN,
     check_dtype,
@@ -60,6 +60,7 @@ from glassengine.program.kinds.causal_lm import is_pretrained
 from glassengine.program.kinds.image_text import WITHOUT_IMAGES
 from glassengine.program.onnx.file import is_onnx
 from glassengine.program.parallel.placements import Mesh
+from glassengine.program.representation.outputs import add_outputs
 from glassengine.program.representation.signature import named_inputs
 from glassengine.program.representation.stored import load_program, save_program
 from glassengine.program.user_code.forward import forward_parameters
@@ -409,48 +410,93 @@ _MOST_BYTES = 1 << 28
 """Of weights: another process has copies of its own, several while it compiles."""
 
 
-@contextmanager
-def compiled_beside(program: Program, backend: str | None, **sizes: Any) -> Iterator[Callable[[Path], None] | None]:
-    """Begin to compile a program without debug outputs; yield what puts the executable into an empty directory.
+class CompilerBeside:
+    """Another process that compiles for a back-end, started before there is a program, and again where it has ended."""
 
-    None where this would gain nothing, or where this process is not a command alone: what else it has changed in the
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self._process: tuple[Processes, ThreadPoolExecutor] | None = None
+        self.compile(None)
+
+    def compile(self, folder: str | None) -> Future[Died | None]:
+        """Begin to compile the program that is stored in a folder; None only prepares for it."""
+        request = (folder, self.backend, torch.get_num_threads(), torch.get_float32_matmul_precision())
+        if self._process is None:
+            self._process = Processes(compile_stored, 1), ThreadPoolExecutor(1, thread_name_prefix="compiler-beside")
+        workers, thread = self._process
+        return thread.submit(lambda: next(workers.run([request], attempts=1)))
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            workers, thread = self._process
+            workers.close()
+            thread.shutdown()
+            self._process = None
+
+
+def compiler_beside(backend: str | None, model: Model) -> CompilerBeside | None:
+    """Start a process that compiles.
+
+    None where it would gain nothing, or where this process is not a command alone: what else it has changed in the
     compiler is not known.
 
     Raises:
         BackendError: As `build`.
     """
-    chosen, _ = choose_backend(backend, for_onnx=program.onnx is not None)
+    chosen, _ = choose_backend(backend, for_onnx=is_onnx(model))
     is_worth = chosen.capabilities.compiles_slowly and environment.num_cpus() > 1 and environment.owns_process()
-    if not is_worth or sum(weight.nbytes for weight in program.weights().values()) > _MOST_BYTES:
+    return CompilerBeside(chosen.name) if is_worth else None
+
+
+@contextmanager
+def compiled_beside(
+    program: Program, compiler: CompilerBeside | None, outputs: Sequence[str], **sizes: Any
+) -> Iterator[Callable[[Path], None] | None]:
+    """Begin to compile a program with debug outputs; yield what puts the executable into an empty directory.
+
+    None where no other process can compile it.
+
+    Raises:
+        BackendError: As `build`.
+    """
+    if compiler is not None and sum(weight.nbytes for weight in program.weights().values()) > _MOST_BYTES:
+        compiler.close()
+        compiler = None
+    if compiler is None:
         yield None
         return
-    settings = settings_of(program, backend, **sizes)
-    with tempfile.TemporaryDirectory(prefix="glassengine-beside-") as folder:
+    settings = settings_of(program, compiler.backend, add_output=outputs, **sizes)
+    built = for_compiler(add_outputs(program, planned_outputs(program, settings)[0].added), settings)
+    with tempfile.TemporaryDirectory(prefix="glassengine-beside-") as folder, closing(compiler):
         directory = Path(folder)
-        save_program(for_compiler(program, settings), directory)
+        save_program(built, directory)
         tensors = {**program.exported.state_dict, **program.exported.constants}
         weights = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
         files.save_weights(weights, directory / files.WEIGHTS)
-        request = (folder, chosen.name, torch.get_num_threads(), torch.get_float32_matmul_precision())
-        with ThreadPoolExecutor(1) as thread, closing(Processes(compile_stored, 1)) as workers:
-            begun = thread.submit(lambda: next(workers.run([request], attempts=1)))
+        begun = compiler.compile(folder)
 
-            def put(path: Path) -> None:
-                if isinstance(begun.result(), Died):  # of too little memory, say
-                    chosen.build(for_compiler(program, settings), path)
-                    return
-                path.rmdir()
-                (directory / files.MAIN).rename(path)
+        def put(path: Path) -> None:
+            if isinstance(begun.result(), Died):  # of too little memory, say
+                find_backend(compiler.backend).build(built, path)
+                return
+            path.rmdir()
+            (directory / files.MAIN).rename(path)
 
-            yield put
+        yield put
 
 
-def compile_stored(request: tuple[str, str, int, str]) -> None:
+def compile_stored(request: tuple[str | None, str, int, str]) -> None:
     """Compile a program that `compiled_beside` has stored; in the other process."""
-    folder, backend, num_threads, precision = request
+    folder, name, num_threads, precision = request
     torch.set_num_threads(num_threads)
     torch.set_float32_matmul_precision(precision)
+    backend = find_backend(name)
+    if folder is None:
+        if isinstance(backend, Preparing):
+            backend.prepare()
+        return
     directory = Path(folder)
     program = load_program(directory, files.load_weights(directory / files.WEIGHTS))
     (directory / files.MAIN).mkdir()
-    find_backend(backend).build(program, directory / files.MAIN)
+    backend.build(program, directory / files.MAIN)
