@@ -706,3 +706,26 @@ def test_a_line_of_both_sides_is_not_what_to_change(
     first = check(both[0], candidate=both[1], inputs=inputs).first_divergence
     assert first is not None and first.hints[0].proven and first.hints[0].text == words, first
     assert (first.candidate_source or "").endswith(wanted), first.candidate_source
+
+
+class Flattened(nn.Module):
+    """Puts axes together, beside another tensor."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        flat = x.tanh().reshape(2, -1)
+        return torch.cat([flat, y], -1).sin()
+
+
+class FlattenedTurned(nn.Module):
+    """Puts them together in the other order."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        flat = x.tanh().transpose(1, 2).reshape(2, -1)
+        return torch.cat([flat, y], -1).sin()
+
+
+def test_the_line_of_a_view_is_named_not_that_of_what_reads_it() -> None:
+    inputs = {"x": torch.randn(2, 4, 6), "y": torch.randn(2, 3)}
+    first = check(Flattened(), candidate=FlattenedTurned(), inputs=inputs).first_divergence
+    assert first is not None and "axes are put together as 6 x 4" in first.hints[0].text
+    assert (first.candidate_source or "").endswith("flat = x.tanh().transpose(1, 2).reshape(2, -1)")

@@ -153,10 +153,11 @@ def lines_that_differ(
             return callers
     elif not is_of_both(baseline, theirs[0]):
         return None
-    inside, _ = _regions(baseline, program, counterparts, divergence)
-    sites = {one: getattr(_site(baseline, one), "name", "") for one in map(part_of, own.all_input_nodes)}
-    named = () if hint.change is None else hint.change.operands
-    read = [one for one, site in sites.items() if hint.kind == "swapped" or site.endswith(named)]
+    inside = region_of(own, counterparts)[0]
+    change = hint.change
+    named = () if change is None else tuple(f"/{name}" for name in (*change.operands, *change.ops))
+    above = dict.fromkeys([*map(part_of, own.all_input_nodes), *own.all_input_nodes])
+    read = [one for one in above if hint.kind == "swapped" or getattr(_site(baseline, one), "name", "").endswith(named)]
     lines = ((one, _changed(baseline, program, one)) for one in (*reversed(inside), *read))
     return next(((source_line(one), line) for one, line in lines if line), None)
 
