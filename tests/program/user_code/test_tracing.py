@@ -112,6 +112,15 @@ def test_ops_that_are_taken_down_from_a_run_have_their_lines() -> None:
     assert "return self.layer(x) * table" in nodes[0].meta["stack_trace"]
 
 
+def test_ops_that_are_taken_down_from_a_run_have_their_modules() -> None:
+    x = torch.randn(5, 3)
+    repeated = written_down(nn.Sequential(OfNumpy(), nn.GELU()).eval(), {"input": x})
+    nodes = torch.export.export(repeated, (), {"input": x}).graph.nodes
+    stacks = {str(node.target): [*node.meta.get("nn_module_stack", {}).values()] for node in nodes}
+    found = {target: stack[-1][0] for target, stack in stacks.items() if stack}
+    assert found["aten.gelu.default"] == "1" and found["aten.mul.Tensor"] == "0"
+
+
 class OfInputs(OfNumpy):
     """The same of an argument that is called `inputs`."""
 

@@ -18,7 +18,7 @@ from glassengine.judge.hypotheses.explain import MistakeExplanation, Rank, diffe
 from glassengine.judge.hypotheses.inside import Inside, inside_of
 from glassengine.judge.hypotheses.mistakes.catalog import Family
 from glassengine.judge.hypotheses.trials.hypothesis import called, constants_of, of_weight, part_of, short, whole_of
-from glassengine.judge.hypotheses.trials.question import Question, TheirRegion, in_its_dtype, noise_of
+from glassengine.judge.hypotheses.trials.question import Question, TheirRegion, broadcasts_alike, in_its_dtype, noise_of
 from glassengine.judge.hypotheses.trials.trial import FAILS, OF_DIFFERENCES, Budget, Trial, real_parts
 from glassengine.judge.pieces import Piece, cut
 from glassengine.judge.site_pairs import ancestors, done_later, down, origin_of, passed_on, readers_of, region_of, up
@@ -347,7 +347,7 @@ class MistakeSearch:
         return ops[0] if ops else sites[0].name if sites else name
 
     def _other_values(self, node: Node, trial: Trial) -> dict[str, torch.Tensor]:
-        """Return what else of this shape could have been read, by node: what the candidate reads, then the nearest."""
+        """Return what else could have been read, by node: what the candidate reads, then the nearest of a shape."""
         shapes = {tuple(value.shape) for n in trial.inputs if isinstance(value := trial.values[n], torch.Tensor)}
         shapes.add(tuple(trial.right.shape))
         inside = {op.name for op in trial.ops}
@@ -355,13 +355,11 @@ class MistakeSearch:
         # What is made of the piece's own tensors has the mistake, and explains nothing.
         left_out = {*(n.name for n in trial.inputs), *inside, *below}
         values: dict[str, torch.Tensor] = {}
-        for name, value in itertools.chain(self._read_there(node), self._nearest(node)):
-            if (
-                name in values
-                or name in left_out
-                or not isinstance(value, torch.Tensor)
-                or tuple(value.shape) not in shapes
-            ):
+        read = dict(self._read_there(node))
+        for name, value in itertools.chain(read.items(), self._nearest(node)):
+            if name in values or name in left_out or not isinstance(value, torch.Tensor):
+                continue
+            if not any(value.shape == one or (name in read and broadcasts_alike(value.shape, one)) for one in shapes):
                 continue
             if len(values) == _MOST_OTHERS:
                 break

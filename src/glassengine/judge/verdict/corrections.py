@@ -15,7 +15,7 @@ import math
 import re
 import tokenize
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 from typing import Any
@@ -102,27 +102,30 @@ def line_of_reader(
         return line
     # As deep in the calls; deeper, where both sides run that line and of one alone it is known what it calls.
     depth = min(map(depth_of, (node, readers[0])))
-    line, own = source_line(readers[0], depth), source_line(node, depth)
-    if line == own:
-        return source_line(readers[0], depth + 1) or line
-    callers = ((source_line(readers[0], one), source_line(node, one)) for one in range(depth, 0, -1))
-    return next((there for there, here in callers if _code(there) != _code(here)), line)
+    here, lines = (_frames(one)[-depth:] for one in (node, readers[0]))
+    if here[:1] == lines[:1]:
+        return source_line(readers[0], depth + 1) or source_line(readers[0], depth)
+    return (_parting(here, lines) or (None, lines[0]))[1]
+
+
+def _frames(node: Node) -> list[str]:
+    """Return the lines by which a node was made, the innermost first."""
+    return [source_line(node, depth) or "" for depth in range(depth_of(node), 0, -1)]
+
+
+def _parting(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, str] | None:
+    """Return the first lines of two lists that are written otherwise."""
+    return next((two for two in zip(ours, theirs, strict=False) if _code(two[0]) != _code(two[1])), None)
 
 
 def is_beside(
     baseline: Program, program: Program, counterparts: Mapping[str, str], divergence: Divergence, line: str
 ) -> bool:
-    """Whether a line is run as often by both sides, and makes or reads a tensor that lacks what a mistake is about."""
+    """Whether a line stands in both sides, and makes or reads a tensor that lacks what a mistake is about."""
     own, there = baseline.node(divergence.node or ""), program.node(counterparts[divergence.node or ""])
     is_of_source = there.name in {counterparts.get(source.name) for source in own.all_input_nodes}
-    if not (passes_on(there) or is_of_source or _code(source_line(own)) == _code(line)):
-        return False
-    # In the file that has it most often: a layer may be of another one.
-    here, theirs = (
-        Counter((parts_of_line(source) or ("",))[0] for source, code in _lines(one, "").items() if code == _code(line))
-        for one in (baseline, program)
-    )
-    return max(theirs.values(), default=0) <= max(here.values(), default=0)
+    is_near = passes_on(there) or is_of_source or _code(source_line(own)) == _code(line)
+    return is_near and is_of_both(baseline, line)
 
 
 def lines_that_differ(
@@ -140,21 +143,21 @@ def lines_that_differ(
     if (later := done_later(own, there, counterparts)) is not None:
         between = next(one for one in later.all_input_nodes if there in ancestors(one))
         beside = line_beside(own, next(iter(readers_of(own)), own)), line_beside(later, between)
-        return None if beside[1] is None else (beside[0], beside[1])
-    ours, theirs = ([source_line(one, depth) or "" for depth in range(depth_of(one), 0, -1)] for one in (own, there))
+        callers = _parting(_frames(own), _frames(later)) if is_of_both(baseline, beside[1]) else None
+        return callers or (None if beside[1] is None else (beside[0], beside[1]))
+    ours, theirs = _frames(own), _frames(there)
     if not ours or not theirs:
         return None
     if _code(ours[0]) == _code(theirs[0]):
-        callers = next((two for two in zip(ours, theirs, strict=False) if _code(two[0]) != _code(two[1])), None)
-        if callers is not None:
+        if (callers := _parting(ours, theirs)) is not None:
             return callers
     elif not is_of_both(baseline, theirs[0]):
         return None
-    inside, _ = _regions(baseline, program, counterparts, divergence)
-    named = () if hint.change is None else hint.change.operands
-    read = [
-        one for one in map(part_of, own.all_input_nodes) if hint.kind == "swapped" or _is_called(baseline, one, named)
-    ]
+    inside = region_of(own, counterparts)[0]
+    change = hint.change
+    named = () if change is None else tuple(f"/{name}" for name in (*change.operands, *change.ops))
+    above = dict.fromkeys([*map(part_of, own.all_input_nodes), *own.all_input_nodes])
+    read = [one for one in above if hint.kind == "swapped" or getattr(_site(baseline, one), "name", "").endswith(named)]
     lines = ((one, _changed(baseline, program, one)) for one in (*reversed(inside), *read))
     return next(((source_line(one), line) for one, line in lines if line), None)
 
@@ -162,10 +165,6 @@ def lines_that_differ(
 def is_of_both(baseline: Program, line: str | None) -> bool:
     """Whether a line of the candidate stands in the baseline word for word: what is wrong is another one, if any is."""
     return _code(line) in _lines(baseline, "").values()
-
-
-def _is_called(program: Program, node: Node, names: Collection[str]) -> bool:
-    return (site := _site(program, node)) is not None and any(site.name.endswith(f"/{name}") for name in names)
 
 
 def lines_of_region(

@@ -25,11 +25,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import logging
 import sys
 import traceback
 import types
 import typing
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +46,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx import Graph
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.proxy import TracerBase
 from torch.jit._fuser import optimized_execution
 from torch.utils import _pytree as pytree
@@ -252,7 +254,11 @@ def written_down(module: nn.Module, inputs: Mapping[str, Any]) -> nn.Module:
     weights = {name: tensor for name, tensor in weights_of(module).items() if not name.startswith(tuple(scripted))}
     leaves, spec = pytree.tree_flatten(dict(inputs))
 
+    calls: OrderedDict[str, tuple[str, Any]] = OrderedDict()
+
     def run(given: dict[str, torch.Tensor], tensors: list[torch.Tensor]) -> Any:
+        if (mode := get_proxy_mode()) is not None:
+            mode.tracer.module_stack = calls
         fresh = iter(tensors)
         filled = [next(fresh) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         arguments = pytree.tree_unflatten(filled, spec)
@@ -260,9 +266,29 @@ def written_down(module: nn.Module, inputs: Mapping[str, Any]) -> nn.Module:
         return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else None, results)
 
     trace = make_fx(run, tracing_mode="real", _error_on_data_dependent_ops=False, record_stack_traces=True)
-    with tracing_real_tensors(), optimized_execution(False):
+    with tracing_real_tensors(), optimized_execution(False), _calls_in(module, calls):
         graph_module = trace(weights, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
     return _Repeated(module, graph_module, tuple(weights))
+
+
+@contextlib.contextmanager
+def _calls_in(module: nn.Module, calls: dict[str, tuple[str, Any]]) -> Iterator[None]:
+    """Hold in `calls` the modules that are being called, outermost first."""
+    numbers, handles = itertools.count(), []
+    for path, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            continue
+
+        def before(part: nn.Module, _: Any, path: str = path) -> None:
+            calls[f"{path}@{next(numbers)}"] = (path, type(part))
+
+        handles.append(part.register_forward_pre_hook(before))
+        handles.append(part.register_forward_hook(lambda *_: calls.popitem() and None))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Repeated(nn.Module):
@@ -278,13 +304,12 @@ class _Repeated(nn.Module):
         self._constants = {target: name for target, name in constants.items() if name is not None}
         for target in self._constants:
             delattr(graph_module, target)
+        for path in (path for path, _ in module.named_modules() if path):
+            owner, _, name = path.rpartition(".")
+            self.get_submodule(owner).add_module(name, nn.Module())  # names the ops of a call
         for name, tensor in weights_of(module).items():
-            part: Any = self
-            *path, last = name.split(".")
-            for step in path:
-                if step not in part._modules:
-                    part.add_module(step, nn.Module())
-                part = part._modules[step]
+            owner, _, last = name.rpartition(".")
+            part: Any = self.get_submodule(owner)
             if isinstance(tensor, nn.Parameter):
                 part.register_parameter(last, tensor)
             else:

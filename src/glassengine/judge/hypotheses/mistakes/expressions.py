@@ -78,18 +78,13 @@ def _is_same(one: Tensor, other: Tensor, noise: float) -> bool:
     return float((one - other).norm()) <= _ROUNDINGS * noise * float(one.norm())
 
 
-def _both_written(node: Node, ours: Mapping[str, str], other: Node, theirs: Mapping[str, str]) -> tuple[str, str]:
+def _both_written(node: Node, ours: Mapping[str, str], other: Node, theirs: Mapping[str, str]) -> list[str]:
     """Return two expressions down to tensors that have names; of long ones the ops, those of both sides left out."""
-    ends = (node, ours), (other, theirs)
-    here, there = (Counter(called(op_name(one)) for one in _ops(end)) for end, _ in ends)
+    texts = _written(node, ours), _written(other, theirs)
+    here, there = (Counter(called(op_name(one)) for one in _ops(end)) for end in (node, other))
     alone = (here - there, there - here) if here - there and there - here else (here, there)
-    one, two = (
-        text
-        if len(text := _written(end, names)) <= _LONGEST
-        else ", ".join(f"{n} x {op}" if n > 1 else op for op, n in ops.items())
-        for (end, names), ops in zip(ends, alone, strict=True)
-    )
-    return one, two
+    lists = (", ".join(f"{n} x {op}" if n > 1 else op for op, n in ops.items()) for ops in alone)
+    return [text if len(text) <= _LONGEST else listed for text, listed in zip(texts, lists, strict=True)]
 
 
 def _ops(node: Node) -> list[Node]:

@@ -20,8 +20,17 @@ from glassengine.judge.hypotheses.mistakes.tensor_roles import (
     is_stored,
     least_position,
 )
-from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, done_by, part_of, reading, tensors_of, whole_of
-from glassengine.judge.hypotheses.trials.question import Question
+from glassengine.judge.hypotheses.trials.hypothesis import (
+    Hypothesis,
+    constants_of,
+    done_by,
+    part_of,
+    reading,
+    shown,
+    tensors_of,
+    whole_of,
+)
+from glassengine.judge.hypotheses.trials.question import Question, broadcasts_alike
 from glassengine.judge.hypotheses.trials.trial import Edit, factor_between
 from glassengine.judge.site_pairs import argument_names, origin_of, passes_on, walk
 from glassengine.numerics.float64 import double, is_real
@@ -320,10 +329,10 @@ def another(question: Question) -> Iterator[Hypothesis]:
         readers = [user for user in node.users if user in trial.values]
         if node.name in question.read and len(readers) == 1:
             continue  # the candidate reads the very tensor
-        alike = [item for item in question.others.items() if _are_alike(item[1], value)]
+        alike = [item for item in question.others.items() if _may_stand_for(item[1], value)]
         for name, found in alike[:_MOST_OTHERS]:
             trial.budget.spend_passes(2, found)
-            other = double(found)
+            other = torch.zeros_like(value) + double(found)  # a row stands for a column
             if torch.equal(other, value):
                 continue
             factor, source = _factor(value, other), question.named.get(question.sources.get(name, ""))
@@ -394,8 +403,12 @@ def _instead(question: Question, node: Node, other: Node | None, name: str) -> t
     value, text = question.trial.values[node], f"{name} instead of {question.label(node)}"
     if not is_real(value) or other is None:
         return ("swapped" if is_real(value) else "mask" if value.dtype is torch.bool else "position"), text
-    ours, theirs = origin_of(question.in_baseline(node)), origin_of(other)
-    if ours is not theirs and _made_at(ours) is not None and _made_at(ours) == _made_at(theirs):
+    own = question.in_baseline(node)
+    ours, theirs = origin_of(own), origin_of(other)
+    if ours is theirs:  # two views of one tensor
+        views = [f"{op_name(one)}({', '.join(map(shown, constants_of([one])))})" for one in (other, own)]
+        return "swapped", f"{views[0]} of {question.maker(ours)} instead of {views[1]}"
+    if _made_at(ours) is not None and _made_at(ours) == _made_at(theirs):
         if _module_of(ours) != _module_of(theirs):
             return "swapped", f"that of another layer is read: {text}"
         is_earlier = theirs < ours
@@ -410,7 +423,7 @@ def _module_of(node: Node) -> str:
 
 def _factor(value: Tensor, other: Tensor) -> float | None:
     """Return the number that makes one tensor the other; None where none does."""
-    factor = factor_between(value, other) if is_real(value) else 0.0
+    factor = factor_between(value, other) if is_real(value) and value.shape == other.shape else 0.0
     is_scaled = factor and float((value * factor - other).abs().max()) <= _SCALED * float(other.abs().max())
     return factor if is_scaled else None
 
@@ -442,5 +455,9 @@ def _is_arange(question: Question, node: Node) -> bool:
 
 
 def _are_alike(a: Any, b: Any) -> bool:
-    both = isinstance(a, Tensor) and isinstance(b, Tensor)
-    return both and a.shape == b.shape and a.is_floating_point() == b.is_floating_point() and a.numel() > 0
+    return _may_stand_for(a, b) and a.shape == b.shape
+
+
+def _may_stand_for(a: Any, b: Any) -> bool:
+    is_known = isinstance(a, Tensor) and isinstance(b, Tensor) and a.numel() > 0
+    return is_known and a.is_floating_point() == b.is_floating_point() and broadcasts_alike(a.shape, b.shape)

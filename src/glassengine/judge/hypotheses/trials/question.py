@@ -258,6 +258,11 @@ def noise_of(piece: Piece, right: torch.Tensor, actual: torch.Tensor) -> float:
     return max(least, error / size) if size and error < math.inf else least
 
 
+def broadcasts_alike(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether tensors of two shapes may stand for each other where sizes of 1 are repeated: a row for a column."""
+    return len(one) == len(other) and all(a == b or 1 in (a, b) for a, b in zip(one, other, strict=True))
+
+
 def _usable(value: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
     keep = value.abs() < sentinel(value.dtype)
     return keep if valid is None or valid.shape != value.shape else keep & valid
