@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import inspect
 import io
+import itertools
 import keyword
 import math
 import re
@@ -170,9 +171,9 @@ def is_of_both(baseline: Program, line: str | None) -> bool:
 def lines_of_region(
     baseline: Program, program: Program | None, counterparts: Mapping[str, str], divergence: Divergence
 ) -> tuple[str, str] | None:
-    """Return the one line of each side that the other has not, of those that run the ops of a region.
+    """Return the line of each side that the other has not, of those that run the ops of a region.
 
-    None where a mistake is proven, where the lines of its end differ, and where more lines do.
+    None where a mistake is proven, where the lines of its end differ, and where more than one line of both does.
     """
     there = counterparts.get(divergence.node or "")
     if program is None or there is None or any(hint.proven for hint in divergence.hints[:1]):
@@ -191,7 +192,12 @@ def lines_of_region(
         {_code(line): line for lines in ops if (line := next((a for a in lines if _code(a) not in known), None))}
         for ops, known in zip(calls, reversed(codes), strict=True)
     )
-    return (*ours.values(), *theirs.values()) if len(ours) == len(theirs) == 1 else None  # type: ignore[return-value]
+    if not ours or not theirs or min(len(ours), len(theirs)) > 1:
+        return None
+    # A line that only feeds the one that differs differs as well.
+    pairs = {one: SequenceMatcher(None, *one).ratio() for one in itertools.product(ours, theirs)}
+    best = max(pairs, key=lambda one: pairs[one])
+    return (ours[best[0]], theirs[best[1]]) if len(pairs) == 1 or pairs[best] >= _ALIKE else None
 
 
 def _changed(baseline: Program, program: Program, node: Node) -> str | None:
