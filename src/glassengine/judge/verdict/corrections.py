@@ -182,10 +182,7 @@ def lines_of_region(
     regions = region_of(ends[0], counterparts)[0], region_of(ends[1], set(counterparts.values()))[0]
     if _code(source_line(ends[0])) != _code(source_line(ends[1])):
         return None
-    calls = [
-        [[line for depth in range(1, depth_of(op) + 1) if (line := source_line(op, depth))] for op in ops]
-        for ops in regions
-    ]
+    calls = [[_frames(op)[::-1] for op in ops] for ops in regions]
     codes = [{_code(line) for lines in ops for line in lines} for ops in calls]
     # What a line that differs calls differs as well.
     ours, theirs = (

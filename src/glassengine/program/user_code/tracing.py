@@ -283,7 +283,7 @@ def _calls_in(module: nn.Module, calls: dict[str, tuple[str, Any]]) -> Iterator[
             calls[f"{path}@{next(numbers)}"] = (path, type(part))
 
         handles.append(part.register_forward_pre_hook(before))
-        handles.append(part.register_forward_hook(lambda *_: calls.popitem() and None))
+        handles.append(part.register_forward_hook(lambda *_: calls.popitem() and None, always_call=True))
     try:
         yield
     finally:
