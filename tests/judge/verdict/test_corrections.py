@@ -729,3 +729,33 @@ def test_the_line_of_a_view_is_named_not_that_of_what_reads_it() -> None:
     first = check(Flattened(), candidate=FlattenedTurned(), inputs=inputs).first_divergence
     assert first is not None and "axes are put together as 6 x 4" in first.hints[0].text
     assert (first.candidate_source or "").endswith("flat = x.tanh().transpose(1, 2).reshape(2, -1)")
+
+
+class Attending(nn.Module):
+    """Queries, keys and values of one product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.to_qkv = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.to_qkv(x).chunk(3, dim=-1)
+        scores = torch.einsum("bid,bjd->bij", q, k) * 8**-0.5
+        return scores.softmax(-1) @ v
+
+
+class AttendingOtherwise(Attending):
+    """Takes keys for queries."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        k, q, v = self.to_qkv(x).chunk(3, dim=-1)
+        scores = torch.einsum("bid,bjd->bij", q, k) * 8**-0.5
+        return scores.softmax(-1) @ v
+
+
+def test_queries_and_keys_that_are_exchanged_are_not_called_transposed() -> None:
+    first = check(Attending(), candidate=AttendingOtherwise(), inputs={"x": torch.randn(2, 5, 8)}).first_divergence
+    assert first is not None and first.hints[0].proven, first
+    assert first.hints[0].text == "part 0 of to_qkv/linear.0 and part 1 of to_qkv/linear.0 are exchanged"
+    assert (first.candidate_source or "").endswith("k, q, v = self.to_qkv(x).chunk(3, dim=-1)")

@@ -22,6 +22,7 @@ from glassengine.judge.hypotheses.trials.question import Question, TheirRegion, 
 from glassengine.judge.hypotheses.trials.trial import FAILS, OF_DIFFERENCES, Budget, Trial, real_parts
 from glassengine.judge.pieces import Piece, cut
 from glassengine.judge.site_pairs import ancestors, done_later, down, origin_of, passed_on, readers_of, region_of, up
+from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name, source_line
 from glassengine.program.representation.program import Program
 from glassengine.results import Hint
@@ -32,6 +33,8 @@ _DEPTHS = (0, 1, 2, 4)
 """How many ops above the flagged one are asked with it: where a tensor is observed need not be where it is made."""
 _NEAR = 8
 """Steps above a tensor within which a weight is its own."""
+_NEAR_PRODUCT = 4
+"""Steps above a tensor that is transposed within which the product is that made it."""
 _MOST_OPS = 200
 _MOST_OTHERS = 64
 _LARGEST_OTHER = 1 << 24
@@ -90,7 +93,20 @@ class MistakeSearch:
         self.place = self._place(question.trial, found.hypothesis.edits) if made_in is None else made_in.name
         anew = names if lost is None else {*names, lost.name}
         self.covered = {name for name in self.flagged if name in anew and name != node.name}
-        return [self._in_place(node, found.hint)]
+        return [self._of_product(node, self._in_place(node, found.hint))]
+
+    def _of_product(self, node: Node, hint: Hint) -> Hint:
+        """Return a hint that says of a transposed product which operands the candidate has exchanged: q and k."""
+        for one in up(node, _NEAR_PRODUCT) if hint.kind == "transposed" and hint.proven else ():
+            there = self.counterpart(one) if traits_of(one).multiplies else None
+            if there is None:
+                continue
+            ours, theirs = ([part_of(source) for source in op.all_input_nodes] for op in (one, there))
+            exchanged = [self.counterparts.get(source.name) for source in reversed(ours)]
+            if len(ours) == 2 and ours[0] is not ours[1] and exchanged == [source.name for source in theirs]:
+                first, second = (self._maker(source, self._site(node.name)) for source in ours)
+                return replace(hint, kind="swapped", text=f"{first} and {second} are exchanged", change=None)
+        return hint
 
     def _in_place(self, node: Node, hint: Hint) -> Hint:
         """Return a hint that says after what the candidate does an op that is missing where the baseline has it."""

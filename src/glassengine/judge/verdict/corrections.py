@@ -27,7 +27,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from glassengine.judge.hypotheses.trials.hypothesis import constants_of, part_of, whole_of
-from glassengine.judge.site_pairs import ancestors, done_later, origin_of, passes_on, readers_of, region_of
+from glassengine.judge.site_pairs import ancestors, done_later, origin_of, passes_on, readers_of, region_of, up
 from glassengine.program.representation.naming import depth_of, line_beside, source_line
 from glassengine.program.representation.program import Program
 from glassengine.results import Altered, Divergence, Findings, Hint
@@ -40,6 +40,8 @@ _OF_SHAPES = frozenset({"reshape", "view", "expand", "repeat", "flatten", "unfla
 """Functions whose whole numbers are sizes and axes: none of them is a number of another op on the line."""
 _ALIKE = 0.65
 """Share of the characters that two versions of a line have in common."""
+_NEAR = 6
+"""Steps above an op within which two tensors are exchanged that it is made of."""
 _LEAST_AXES = 3
 """Two numbers beside each other are found in many lines."""
 _DIVISIONS = (torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar)
@@ -158,7 +160,10 @@ def lines_that_differ(
     change = hint.change
     named = () if change is None else tuple(f"/{name}" for name in (*change.operands, *change.ops))
     above = dict.fromkeys([*map(part_of, own.all_input_nodes), *own.all_input_nodes])
-    read = [one for one in above if hint.kind == "swapped" or getattr(_site(baseline, one), "name", "").endswith(named)]
+    if hint.kind == "swapped":
+        read = [*above, *map(part_of, up(own, _NEAR))]
+    else:
+        read = [one for one in above if getattr(_site(baseline, one), "name", "").endswith(named)]
     lines = ((one, _changed(baseline, program, one)) for one in (*reversed(inside), *read))
     return next(((source_line(one), line) for one, line in lines if line), None)
 
