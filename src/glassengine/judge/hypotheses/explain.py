@@ -145,7 +145,8 @@ def explanation(question: Question, only: tuple[float, Family] | None = None) ->
                     continue
                 hint = as_certain(question, family, hint)
                 rank = rank_of(family, hint)
-                if hypothesis.lost is not None and question.has_all([hypothesis.lost, *hypothesis.edits]):
+                has_all = hypothesis.lost is not None and question.has_all([hypothesis.lost, *hypothesis.edits])
+                if has_all or (family is extra_op and best is not None):
                     rank = min(rank, Rank.DONE)
                 found = MistakeExplanation(hint, hypothesis, rank, score, family)
                 if best is None or found.rank > best.rank:
@@ -315,7 +316,7 @@ def rank_of(family: Callable[..., Any], hint: Hint) -> Rank:
         return Rank.NEARLY if is_described or hint.kind == "other" else Rank.FITS
     if is_described:
         return Rank.DESCRIBED
-    return Rank.DONE if family in (another_op, extra_op) and hint.kind == "other" else Rank.SETTLED
+    return Rank.DONE if family is another_op and hint.kind == "other" else Rank.SETTLED
 
 
 def as_certain(question: Question, family: Callable[..., Any], hint: Hint) -> Hint:
