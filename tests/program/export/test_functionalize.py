@@ -279,3 +279,21 @@ def test_modules_that_run_in_vmap_keep_their_names() -> None:
         *({**program.weights(), "x": inputs["x"]}[node.name] for node in program.graph.find_nodes(op="placeholder"))
     )
     assert torch.allclose(result, module(**inputs), atol=1e-6)
+
+
+class Precise(nn.Module):
+    """Writes in place in a region without autocast, once with an op that has no rule."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            y = x.unflatten(-1, (2, 3)).sin()
+            y.add_(1.0)
+        return y.flatten(1)
+
+
+@pytest.mark.parametrize("way", [functional, decomposed])
+def test_a_region_may_write_in_place(way: Callable[[ExportedProgram], ExportedProgram]) -> None:
+    module, x = Precise().eval(), torch.randn(3, 6)
+    found = way(torch.export.export(module, (x,), strict=False))
+    assert all(node.meta["stack_trace"] for node in found.graph.nodes if node.op == "call_function")
+    assert torch.equal(found.module()(x), module(x))

@@ -30,9 +30,8 @@ def functional(exported: ExportedProgram) -> ExportedProgram:
     Args:
         exported: As traced: the fake tensors of its graph share memory where its tensors do. It stays as it is.
     """
-    exported = without_regions(exported)
     try:
-        return rewritten(exported)
+        return rewritten(without_regions(exported))
     except NoRule:
         return decomposed(exported)
 
@@ -67,7 +66,7 @@ def without_regions(exported: ExportedProgram) -> ExportedProgram:
     for spec, result in zip(specs, results, strict=True):
         if isinstance(result, Node):
             spec.arg.name = result.name
-    return rebuilt(exported, graph, specs, verifiers=None)
+    return rebuilt(exported, graph, specs)
 
 
 _REGIONS = {torch.ops.higher_order.wrap_with_autocast: 4, torch.ops.higher_order.wrap_with_set_grad_enabled: 1}
@@ -103,7 +102,7 @@ def decomposed(exported: ExportedProgram) -> ExportedProgram:
 
     Torch numbers them by all that it computes on the way, sizes included: `mul_1331` is the eighth product of tensors.
     """
-    found: ExportedProgram = _without_leaks(exported).run_decompositions({})
+    found: ExportedProgram = _without_leaks(without_regions(exported)).run_decompositions({})
     new = _number(found.graph)
     specs = found.graph_signature.output_specs
     for spec in specs:

@@ -276,7 +276,7 @@ def _calls_in(module: nn.Module, calls: dict[str, tuple[str, Any]]) -> Iterator[
     """Hold in `calls` the modules that are being called, outermost first."""
     numbers, handles = itertools.count(), []
     for path, part in module.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):
+        if not path or isinstance(part, torch.jit.ScriptModule):
             continue
 
         def before(part: nn.Module, _: Any, path: str = path) -> None:
