@@ -102,7 +102,9 @@ def decomposed(exported: ExportedProgram) -> ExportedProgram:
 
     Torch numbers them by all that it computes on the way, sizes included: `mul_1331` is the eighth product of tensors.
     """
-    found: ExportedProgram = _without_leaks(without_regions(exported)).run_decompositions({})
+    traced = _without_leaks(without_regions(exported))
+    traced.module_call_graph[0].signature.outputs = []  # torch would look for these names in the new graph
+    found: ExportedProgram = traced.run_decompositions({})
     new = _number(found.graph)
     specs = found.graph_signature.output_specs
     for spec in specs:
@@ -123,9 +125,7 @@ def _without_leaks(exported: ExportedProgram) -> ExportedProgram:
         is_aten = node.op == "call_function" and getattr(node.target, "namespace", "") == "aten"
         if is_aten and not node.users and not node.is_impure():
             exported.graph.erase_node(node)
-    found = without_dead_weights(exported, among=leaked)
-    found.module_call_graph[0].signature.outputs = []  # as in a trace: torch fills in the new names
-    return found
+    return without_dead_weights(exported, among=leaked)
 
 
 def _number(graph: Graph) -> dict[str, str]:
