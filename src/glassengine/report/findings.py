@@ -17,6 +17,7 @@ from glassengine.errors import GlassError
 from glassengine.reading.files import is_regular, read_text
 from glassengine.report.words import pair_of, size
 from glassengine.results import FLAGGED, VERDICTS, Comparison, Divergence, Hint, Pair, Standing, worst
+from glassengine.results.sentences import codes_apart
 from glassengine.results.without_tensors import Invariance, RolloutComparison
 from glassengine.sites import parts_of_line
 
@@ -265,7 +266,11 @@ def next_step(result: Comparison, command: Sequence[str]) -> str:
         given = "weights, configuration" if found.is_shared else "operands, weights, configuration"
         return f"both sides run {found.at}: change what the candidate gives to it ({given}), then {again}"
     if found is not None and found.candidate is not None:
-        return f"change {found.candidate.place}, then {again}"
+        # Line 1 has both lines where nothing is proven; of a known mistake the answer has the line as it should be.
+        hint = next(iter(found.hints), None)
+        both = codes_apart(origin) if origin is not None and hint and hint.proven and hint.line is None else None
+        how = "" if both is None else f" (`{both[1]}`, in the baseline `{both[0]}`)"
+        return f"change {found.candidate.place}{how}, then {again}"
     if found is not None and found.is_lacking and found.baseline is not None:
         return f"do in the candidate what {found.baseline.place} does: {found.baseline.code}, then {again}"
     if command[:1] == ["check"]:

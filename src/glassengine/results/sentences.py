@@ -63,10 +63,8 @@ def mistake(found: Any) -> str | None:
     return f"{text} (proven)" + (f": {place_of(own)}" if own else "")
 
 
-def lines_of(found: Any) -> str:
-    """Return ": the baseline has `x.mean(0)`, the candidate `x.sum(0)`", if the lines differ; of a proof nothing."""
-    if found.hints and found.hints[0].proven:
-        return ""
+def codes_apart(found: Any) -> tuple[str, str] | None:
+    """Return the code of the lines of both sides, in short; None where one is unknown, or they are the same."""
     codes = [parts_of_source(source or "")[1] for source in (found.source, found.candidate_source)]
     # A long line begins shortly before the two differ.
     same = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(*codes, strict=False)))
@@ -74,7 +72,13 @@ def lines_of(found: Any) -> str:
     ours, theirs = (
         shorten(f"...{code[start:]}" if start > 0 else code, _LONGEST_CODE, placeholder=" ...") for code in codes
     )
-    return f": the baseline has `{ours}`, the candidate `{theirs}`" if ours and theirs and ours != theirs else ""
+    return (ours, theirs) if ours and theirs and ours != theirs else None
+
+
+def lines_of(found: Any) -> str:
+    """Return ": the baseline has `x.mean(0)`, the candidate `x.sum(0)`", if the lines differ; of a proof nothing."""
+    both = None if found.hints and found.hints[0].proven else codes_apart(found)
+    return "" if both is None else f": the baseline has `{both[0]}`, the candidate `{both[1]}`"
 
 
 def short(name: str) -> str:
