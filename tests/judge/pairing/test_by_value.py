@@ -322,3 +322,54 @@ def test_a_mask_of_one_number_is_not_taken_for_that_of_another_layer(inputs: str
 def test_a_comparison_that_is_turned_makes_no_zeros_of_what_is_still_computed(inputs: str) -> None:
     result = judged(Filter([median]), Filter([median], torch.lt), inputs)
     assert hints(result)[0].startswith("lt instead of gt")
+
+
+class Hidden(nn.Module):
+    """Scores of 2 x 5 places; those of padding, or of the keys alone, are hidden."""
+
+    def __init__(self, *, of_keys: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self.of_keys = nn.Linear(6, 6), nn.Linear(6, 6), of_keys
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = self.query(x) @ self.key(x).transpose(1, 2)
+        rows = mask[:, None, :, None]
+        shown = mask[:, None, None, :] if self.of_keys else rows * mask[:, None, None, :]
+        return scores[:, None].masked_fill(~shown, -1e4).tanh()
+
+
+def test_the_one_mask_that_the_candidate_has_is_not_taken_for_the_other_one() -> None:
+    given = {"x": torch.randn(2, 5, 6), "mask": torch.arange(5)[None] < torch.tensor([[5], [3]])}
+    first = check(Hidden().eval(), candidate=Hidden(of_keys=True).eval(), inputs=given).first_divergence
+    assert first is not None and first.hints[0].proven, first
+    assert first.hints[0].text == "a condition of the mask is missing: unsqueeze.1"
+
+
+class Distances(nn.Module):
+    """Scores and a bias of how far places lie apart, and on which side."""
+
+    def __init__(self, *, turned: bool = False, back: Step = as_it_is) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.bias = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+        self.table, self.turned, self.back = nn.Embedding(9, 6), turned, back
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])
+        apart = places[None, :] - places[:, None] if self.turned else places[:, None] - places[None, :]
+        far = self.table(apart.abs().clamp(0, 8)) * apart.sign().unsqueeze(-1)
+        return (self.query(x) @ x.transpose(1, 2) + self.back(self.bias(far).mean(-1))).softmax(-1)
+
+
+def test_a_difference_of_places_that_is_turned_is_named_where_it_is_made() -> None:
+    given = {"x": torch.randn(2, 5, 6)}
+    first = check(Distances().eval(), candidate=Distances(turned=True).eval(), inputs=given).first_divergence
+    assert first is not None and first.site == "./sub.0", first
+    assert first.hints[0].text == "the operands unsqueeze.0 and unsqueeze.1 of sub are exchanged"
+
+
+@pytest.mark.parametrize("back", [torch.neg, torch.t])
+def test_a_difference_of_places_that_is_turned_back_is_no_mistake(back: Step) -> None:
+    candidate = Distances(turned=True, back=back).eval()
+    assert check(Distances().eval(), candidate=candidate, inputs={"x": torch.randn(2, 5, 6)}).ok

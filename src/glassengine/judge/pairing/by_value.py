@@ -38,6 +38,7 @@ from glassengine.judge.pairing.find_wrong_tensor import WrongTensorSearch
 from glassengine.judge.pairing.program_pairs import ProgramPairs, UnknownValue
 from glassengine.judge.site_pairs import (
     SitePair,
+    difference,
     next_below,
     origin_of,
     pair_sites,
@@ -97,15 +98,23 @@ class Counterparts:
         explained = self._explained()
         for place in passed:
             node = nodes[place]
-            if not self._is_number(node) or node.name in self._known.counterparts:
+            if node.name in self._known.counterparts:
                 continue
-            predicted = self._known.predictions.values[node.name]
-            apart = explained.get(node.name)
+            apart, proposed = explained.get(node.name), self._known.proposal(node)
+            turned = proposed if proposed is not None and self._known.is_turned(node, proposed) else None
+            if self._is_number(node):
+                turned = None
+            elif turned is None or node.name in self._explained(turned):
+                continue
             is_asked = not passes_on(origin_of(node, self._known.counterparts))
             if passes_on(node) and (apart is not None or is_asked):
                 # What makes its values was asked before.
                 continue
-            found = self._search.wrong(node, predicted, self._known.proposal(node), meets=apart is not None)
+            if turned is not None:
+                found = [(node, turned)]
+            else:
+                predicted = self._known.predictions.values[node.name]
+                found = self._search.wrong(node, predicted, proposed, meets=apart is not None)
             is_turned = any(self._known.is_turned(*pair) for pair in found)
             if apart is not None and apart <= _TIGHT and not is_turned:
                 # The error is below the noise: what reads the tensor is right as it is.
@@ -129,20 +138,26 @@ class Counterparts:
         is_op = node.op == "call_function" and is_tensor_node(node)
         return is_op and known is not None and all(value.is_floating_point() for value in known)
 
-    def _explained(self) -> dict[str, float]:
+    def _explained(self, of: CandidateTensor | None = None) -> dict[str, float]:
         """Return the nodes on whose every way to a result there is a tensor that both sides have.
 
-        Node -> how far apart these tensors are, in unit roundoffs.
+        Node -> how far apart these tensors are, in unit roundoffs. Where one of the candidate's is given, the tensors
+        are made `of` it, and have the same axes: of a difference that is turned, much is the right one transposed.
         """
+        known, agreeing = self._known, self._known.agreeing
+        if of is not None:
+            made_of, own = known.tensors.ancestors, 1 << known.tensors.order[of.name]
+            seen = {name: known.counterparts[name] for name in agreeing}
+            agreeing = {n: agreeing[n] for n, one in seen.items() if one.how is None and made_of[one.name] & own}
         explained: dict[str, float] = {}
         for node in reversed(self._baseline.graph.nodes):
-            if node.op == "output" or node.name in self._known.results:
+            if node.op == "output" or node.name in known.results:
                 continue
             users = [user.name for user in node.users if "_assert" not in str(user.target)]
-            meets = [self._known.agreeing.get(user, explained.get(user)) for user in users]
-            known = [distance for distance in meets if distance is not None]
-            if len(known) == len(meets):
-                explained[node.name] = max(known, default=0.0)
+            meets = [agreeing.get(user, explained.get(user)) for user in users]
+            met = [distance for distance in meets if distance is not None]
+            if len(met) == len(meets):
+                explained[node.name] = max(met, default=0.0)
         return explained
 
     def _visit(self, node: Node) -> bool:
@@ -218,7 +233,17 @@ class Counterparts:
             is_free = known is not None and known.name not in self._known.tensors.taken
             if is_free and known is not None and self._known.tensors.distance(known, predicted) == 0:
                 return known
-        return same
+        return None if same is not None and self._is_of_another(node, same) else same
+
+    def _is_of_another(self, node: Node, seen: CandidateTensor) -> bool:
+        """Whether the candidate has fewer such views of a tensor, and its own is another one of the baseline's."""
+        theirs = self._known.tensors.nodes[seen.name]
+        ours, there = (
+            [one for one in op.graph.nodes if one.target is op.target and origin_of(one) is origin_of(op)]
+            for op in (node, theirs)
+        )
+        is_other = len(there) < len(ours) and difference(node, theirs) is not None
+        return is_other and any(difference(one, theirs) is None for one in ours)
 
     def _closest(self, node: Node, predicted: Values) -> CandidateTensor | None:
         """Return the tensor that is the prediction up to rounding, and that what is below `node` follows from."""

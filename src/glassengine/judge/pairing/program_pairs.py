@@ -118,6 +118,7 @@ class ProgramPairs:
         if not node.all_input_nodes and proposed is not None and self.reads_the_same(node, proposed.name):
             names[proposed.name] = None
         free = [name for name in names if name not in self.tensors.taken]
+        free = [name for name in free if difference(node, self.tensors.nodes[name]) is None] or free
         name = proposed.name if proposed is not None and proposed.name in free else free[0] if len(free) == 1 else None
         if name is None or predicted is None:
             return None if name is None else CandidateTensor(name)

@@ -53,7 +53,7 @@ def right(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        (lambda x: turned(x, sign=-1.0), "subtracted"),
+        (lambda x: turned(x, sign=-1.0), "the other sign"),
         (lambda x: turned(x, sign=0.0), "not added"),
         (lambda x: turned(x, stretch=0.25), "positions are scaled: 0.25 times"),
     ],

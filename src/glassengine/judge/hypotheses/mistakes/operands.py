@@ -186,12 +186,8 @@ def _of_two(question: Question, node: Node, a: Node, b: Node) -> Iterator[tuple[
             yield "mask", f"the mask is not added: {what}", one, lost
         elif traits_of(node).kind == "term":
             if not is_sum and kept is b:
-                yield (
-                    "other",
-                    f"zeros instead of {what}" if is_read else f"it is not subtracted from {what}",
-                    -one,
-                    lost,
-                )
+                text = f"zeros instead of {what}" if is_read else f"it is not subtracted from {what}"
+                yield "other", text, -one, lost
                 continue
             verb, reverse = ("added", "subtracted") if is_sum else ("subtracted", "added")
             is_bias = is_sum and (is_stored(question, lost) or other.dim() < made.dim())
@@ -199,7 +195,8 @@ def _of_two(question: Question, node: Node, a: Node, b: Node) -> Iterator[tuple[
             text = f"{what} is not {verb} {'to' if is_sum else 'from'} {question.label(kept)}"
             yield kind, f"zeros instead of {what}: it is not {verb}" if is_read else text, one, lost
             yield "scale", f"{what} is {verb} twice", made + other if is_sum else made - other, None
-            yield "scale", f"{what} is {reverse}, not {verb}", one - other if is_sum else one + other, None
+            text = f"{what} has the other sign" if is_read else f"{what} is {reverse}, not {verb}"
+            yield "scale", text, one - other if is_sum else one + other, None
             yield "other", f"{what} is multiplied, not {verb}", one * other, None
         elif name == "mul":
             yield "mask" if _is_of_flags(other) else "scale", f"{what} is not multiplied", one, lost
