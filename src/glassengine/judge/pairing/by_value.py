@@ -239,7 +239,7 @@ class Counterparts:
         """Whether the candidate has fewer such views of a tensor, and its own is another one of the baseline's."""
         theirs = self._known.tensors.nodes[seen.name]
         ours, there = (
-            [one for one in op.graph.nodes if one.target is op.target and origin_of(one) is origin_of(op)]
+            [one for one in op.graph.find_nodes(op=op.op, target=op.target) if origin_of(one) is origin_of(op)]
             for op in (node, theirs)
         )
         is_other = len(there) < len(ours) and difference(node, theirs) is not None
