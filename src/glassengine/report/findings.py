@@ -263,8 +263,11 @@ def next_step(result: Comparison, command: Sequence[str]) -> str:
         test = shlex.quote(str(Path(origin.reproduction) / "test_repro.py"))
         return f"python {test}  # fails until the op is right; then {again}"
     if found is not None and found.is_run_by_both:
-        given = "weights, configuration" if found.is_shared else "operands, weights, configuration"
-        return f"both sides run {found.at}: change what the candidate gives to it ({given}), then {again}"
+        if found.is_shared:
+            what = "gives to it (weights, configuration)"
+        else:
+            what = "gives to it (operands, weights, configuration), or which part of its result it reads"
+        return f"both sides run {found.at}: change what the candidate {what}, then {again}"
     if found is not None and found.candidate is not None:
         # Line 1 has both lines where nothing is proven; of a known mistake the answer has the line as it should be.
         hint = next(iter(found.hints), None)
