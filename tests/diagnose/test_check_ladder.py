@@ -17,6 +17,7 @@ import glassengine as glass
 from glassengine import environment
 from glassengine.backends.eager import EagerBackend
 from glassengine.cli.main import main
+from glassengine.diagnose import check_ladder
 from glassengine.engine.build import build
 from glassengine.errors import BackendError
 from glassengine.program.kinds import causal_lm
@@ -119,6 +120,23 @@ def test_a_wrong_program_is_told_before_the_engine_is_built(
     result = check(models.llama(), listener, inputs=token_ids, steps=1)
     assert not result.ok and listener.compiled
     assert "the model and its program do not agree at ./mul.0: the multiplication by 2 is missing" in listener.answer
+
+
+def test_what_is_not_decided_is_not_told_as_a_disagreement(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = check_ladder.findings_of
+    monkeypatch.setattr(
+        check_ladder, "findings_of", lambda *a, **k: replace(judged(*a, **k), left="all of it is a tie")
+    )
+    heard: list[Event] = []
+
+    def progress(event: Event) -> None:
+        heard.append(event)
+        if event.work is Work.BUILDING_OBSERVABLE:  # there is no first answer for which the compiler waits
+            listener.answered.set()
+            assert listener.is_over.wait(60)
+
+    result = glass.check(Net(), backend="eager", progress=progress, inputs={"x": torch.randn(2, 8)})
+    assert result.too_little and not any(event.work is Work.FIRST_ANSWER for event in heard)
 
 
 def test_a_build_that_fails_after_the_first_answer_is_told(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:

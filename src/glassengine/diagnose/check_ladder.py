@@ -71,8 +71,8 @@ from glassengine.program.loading.quantized_grid import QuantizedModule, quantize
 from glassengine.program.onnx.grids import is_quantized_graph
 from glassengine.progress import Work
 from glassengine.recording.source import TensorSource
-from glassengine.report.words import headline
 from glassengine.results import Comparison, Findings, Policy, Skipped
+from glassengine.results.sentences import named_mistake
 from glassengine.serving.protocol import ServingOptions
 
 
@@ -356,8 +356,10 @@ class Ladder:
             return
         found = findings_of(climb.program, scores, (), {}, baseline="", candidate="", min_coverage=0.0, environment={})
         result = found.conclude(replace(self.policy, min_coverage=0.0))
+        if result.too_little:
+            return  # what is not decided yet is no disagreement
         at = "" if result.first_divergence is None else f" at {result.first_divergence.site}"
-        agree = "agree" if result.ok else f"do not agree{at}: {headline(result).why}"
+        agree = "agree" if result.ok else f"do not agree{at}: {named_mistake(result) or result.not_ok_because}"
         text = f"first answer ({case.name}, step 0): the model and its program {agree}"
         self.request.progress(Work.FIRST_ANSWER.says(text))
 

@@ -392,7 +392,7 @@ def done_later(node: Node, there: Node, counterparts: Mapping[str, str]) -> Node
     others = {counterparts.get(source.name, source.name) for source in node.all_input_nodes} - {there.name}
     if len(others) == len(node.all_input_nodes):
         return None
-    known = {counterparts.get(one.name) for one in node.graph.nodes if one.target is node.target}
+    known = {counterparts.get(one.name) for one in node.graph.find_nodes(op=node.op, target=node.target)}
     for op in down([there], depth=_SOON):
         sources = {source.name for source in op.all_input_nodes}
         if op.target is node.target and op.name not in known and others < sources and there.name not in sources:

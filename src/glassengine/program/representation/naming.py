@@ -158,7 +158,7 @@ def depth_of(node: Node) -> int:
 
 
 def line_beside(node: Node, other: Node) -> str | None:
-    """Return the line of the innermost function that runs two ops which is that of `node`."""
+    """Return the line that leads to `node` in the innermost function that runs both ops."""
     frames = [[frame.group("file", "function", "line") for frame in _user_frames(one)] for one in (node, other)]
     both = list(zip(*frames, strict=False))
     outer = next((depth for depth, (one, beside) in enumerate(both) if one != beside), len(both))

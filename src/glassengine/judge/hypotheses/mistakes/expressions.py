@@ -79,7 +79,7 @@ def _is_same(one: Tensor, other: Tensor, noise: float) -> bool:
 
 
 def _both_written(node: Node, ours: Mapping[str, str], other: Node, theirs: Mapping[str, str]) -> list[str]:
-    """Return two expressions down to tensors that have names; of long ones the ops, those of both sides left out."""
+    """Return two expressions down to tensors that have names; a long one is a list of the ops that the other lacks."""
     texts = _written(node, ours), _written(other, theirs)
     here, there = (Counter(called(op_name(one)) for one in _ops(end)) for end in (node, other))
     alone = (here - there, there - here) if here - there and there - here else (here, there)
