@@ -51,6 +51,8 @@ from tests.report.made_results import comparison
         # A number of which an index is calculated is none itself.
         ("score += self.transitions[tags[i], tags[i - 1]]", "index", 0, 1, None),
         ("y = x[:, 1]", "index", 0, 1, "y = x[:, 0]"),
+        ("y = x.unbind(1)[0]", "b", 1, 0, "y = x.unbind(1)[1]"),
+        ("y = x[t - s] if t > 0 else x", "b", 1, 0, None),
     ],
 )
 def test_a_line_is_corrected_where_its_place_is_clear(

@@ -18,7 +18,7 @@ from glassengine.judge.end_to_end import Severity, results_left, results_of
 from glassengine.judge.exclusions.perturbation import unread_nodes
 from glassengine.judge.replay.replay import covered
 from glassengine.judge.sides.protocol import ObservedAt, Place, float_nodes
-from glassengine.judge.site_pairs import ancestors, origin_of, paired_results
+from glassengine.judge.site_pairs import ancestors, origin_of, paired_results, passes_on
 from glassengine.judge.verdict.corrections import (
     is_beside,
     is_of_both,
@@ -332,7 +332,9 @@ def as_written(score: Score, program: Program, divergence: Divergence) -> Diverg
     )
     is_told = line is not None and not is_of_both(program, line)
     both = None if is_told else lines_that_differ(program, own, known, divergence)
-    both = both or lines_of_region(program, own, known, divergence)
+    beside = None if both is not None else lines_of_region(program, own, known, divergence)
+    if beside is not None and not _is_right(score, program, beside[0]):
+        both = beside
     if both is not None:
         return dataclasses.replace(named, source=both[0], candidate_source=both[1])
     line = line or _source_there(score, named)
@@ -340,6 +342,13 @@ def as_written(score: Score, program: Program, divergence: Divergence) -> Diverg
     if line and own and divergence.node in known and named.source and codes[0] != codes[1]:
         line = None if is_beside(program, own, known, divergence, line) else line
     return dataclasses.replace(named, candidate_source=line)
+
+
+def _is_right(score: Score, program: Program, line: str) -> bool:
+    """Whether all ops of a line of the baseline compute, were judged, and are right."""
+    sites = [site for site in program.sites if site.source == line]
+    right = {pair.site for pair in score.pairs if pair.verdict not in FLAGGED}
+    return bool(sites) and all(site.name in right and not passes_on(program.node(site.node)) for site in sites)
 
 
 def _at_what_computes(score: Score, program: Program, divergence: Divergence) -> Divergence:

@@ -27,7 +27,17 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from glassengine.judge.hypotheses.trials.hypothesis import constants_of, part_of, whole_of
-from glassengine.judge.site_pairs import ancestors, done_later, origin_of, passes_on, readers_of, region_of, up
+from glassengine.judge.site_pairs import (
+    ancestors,
+    done_later,
+    origin_of,
+    passed_on,
+    passes_on,
+    readers_of,
+    region_of,
+    up,
+)
+from glassengine.judge.verdict.statements import ALIKE, statements_apart
 from glassengine.program.representation.naming import depth_of, line_beside, source_line
 from glassengine.program.representation.program import Program
 from glassengine.results import Altered, Divergence, Findings, Hint
@@ -38,8 +48,6 @@ _OF_PLACES = frozenset({"index", "start", "end", "step", "length"})
 """Arguments that a line may calculate: a number in `x[i - 1]` is a part of one."""
 _OF_SHAPES = frozenset({"reshape", "view", "expand", "repeat", "flatten", "unflatten", "transpose", "permute", "size"})
 """Functions whose whole numbers are sizes and axes: none of them is a number of another op on the line."""
-_ALIKE = 0.65
-"""Share of the characters that two versions of a line have in common."""
 _NEAR = 6
 """Steps above an op within which two tensors are exchanged that it is made of."""
 _LEAST_AXES = 3
@@ -176,30 +184,24 @@ def is_of_both(baseline: Program, line: str | None) -> bool:
 def lines_of_region(
     baseline: Program, program: Program | None, counterparts: Mapping[str, str], divergence: Divergence
 ) -> tuple[str, str] | None:
-    """Return the line of each side that the other has not, of those that run the ops of a region.
+    """Return the line of each side that the other has not, in the functions that run the ops of a region.
 
-    None where a mistake is proven, where the lines of its end differ, and where more than one line of both does.
+    None where the lines of its end differ.
     """
     there = counterparts.get(divergence.node or "")
-    if program is None or there is None or any(hint.proven for hint in divergence.hints[:1]):
+    if program is None or there is None:
         return None
     ends = baseline.node(divergence.node or ""), program.node(there)
+    lines = [source_line(end) for end in ends]
+    if _code(lines[0]) != _code(lines[1]) and divergence.source == lines[0]:
+        return None
     regions = region_of(ends[0], counterparts)[0], region_of(ends[1], set(counterparts.values()))[0]
-    if _code(source_line(ends[0])) != _code(source_line(ends[1])):
-        return None
-    calls = [[_frames(op)[::-1] for op in ops] for ops in regions]
-    codes = [{_code(line) for lines in ops for line in lines} for ops in calls]
-    # What a line that differs calls differs as well.
-    ours, theirs = (
-        {_code(line): line for lines in ops if (line := next((a for a in lines if _code(a) not in known), None))}
-        for ops, known in zip(calls, reversed(codes), strict=True)
+    views = ([view for source in end.all_input_nodes for view in passed_on(source)] for end in ends)
+    once = (
+        reversed({tuple(_frames(op)): op for op in [*above, *ops]}.values())
+        for above, ops in zip(views, regions, strict=True)
     )
-    if not ours or not theirs or min(len(ours), len(theirs)) > 1:
-        return None
-    # A line that only feeds the one that differs differs as well.
-    pairs = {one: SequenceMatcher(None, *one).ratio() for one in itertools.product(ours, theirs)}
-    best = max(pairs, key=lambda one: pairs[one])
-    return (ours[best[0]], theirs[best[1]]) if len(pairs) == 1 or pairs[best] >= _ALIKE else None
+    return next(filter(None, itertools.starmap(statements_apart, itertools.product(*once))), None)
 
 
 def _changed(baseline: Program, program: Program, node: Node) -> str | None:
@@ -215,7 +217,7 @@ def _changed(baseline: Program, program: Program, node: Node) -> str | None:
         source: SequenceMatcher(None, code, other).ratio() for source, other in theirs.items() if other not in known
     }
     best = max(ratios, key=lambda source: ratios[source], default=None)
-    return best if code not in theirs.values() and best is not None and ratios[best] >= _ALIKE else None
+    return best if code not in theirs.values() and best is not None and ratios[best] >= ALIKE else None
 
 
 def _code(line: str | None) -> str:
@@ -328,6 +330,7 @@ def corrected(line: str, change: Altered, *, is_own: bool = True) -> str | None:
         if _is_same(value, wrong) and (isinstance(value, type(wrong)) or _is_operand(line, start, end))
         if isinstance(value, float) or _called(line, start) not in _OF_SHAPES - {op}
         if change.argument not in _OF_PLACES or not _is_operand(line, start, end)
+        if change.argument != "b" or line[:start].endswith("[")  # the item of a list
     ]
     if not places and op and change.argument is not None:
         divided = _divided(line, tokens, right, wrong)

@@ -145,7 +145,7 @@ def source_line(node: Node, depth: int = 0) -> str | None:
         node: Of an export.
         depth: Of the frame, the outermost is 1; 0 is the innermost. None is returned where it has fewer.
     """
-    own = _user_frames(node)
+    own = user_frames(node)
     if len(own) < max(depth, 1):
         return None
     frame = own[depth - 1]
@@ -154,19 +154,20 @@ def source_line(node: Node, depth: int = 0) -> str | None:
 
 def depth_of(node: Node) -> int:
     """Return how many user frames made `node`."""
-    return len(_user_frames(node))
+    return len(user_frames(node))
 
 
 def line_beside(node: Node, other: Node) -> str | None:
     """Return the line that leads to `node` in the innermost function that runs both ops."""
-    frames = [[frame.group("file", "function", "line") for frame in _user_frames(one)] for one in (node, other)]
+    frames = [[frame.group("file", "function", "line") for frame in user_frames(one)] for one in (node, other)]
     both = list(zip(*frames, strict=False))
     outer = next((depth for depth, (one, beside) in enumerate(both) if one != beside), len(both))
     is_one_function = outer < len(both) and both[outer][0][:2] == both[outer][1][:2]
     return source_line(node, outer + is_one_function)
 
 
-def _user_frames(node: Node) -> list[re.Match[str]]:
+def user_frames(node: Node) -> list[re.Match[str]]:
+    """Return the user's frames that made `node`, with "file", "line", "function" and "code", the outermost first."""
     frames = _FRAME.finditer(node.meta.get("stack_trace") or "")
     return [frame for frame in frames if is_users(frame["file"])]
 

@@ -13,7 +13,7 @@ from torch.fx import Node
 from glassengine.judge.hypotheses.mistakes.argument_words import kind_of_op
 from glassengine.judge.hypotheses.mistakes.global_transforms import missing_ops
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, called, constants_of, shown, tensors_of
-from glassengine.judge.hypotheses.trials.question import Question
+from glassengine.judge.hypotheses.trials.question import Question, TheirRegion
 from glassengine.judge.hypotheses.trials.trial import Trial
 from glassengine.judge.site_pairs import origin_of, passes_on, up
 from glassengine.ops.traits import traits_of
@@ -31,6 +31,7 @@ def expressions(question: Question) -> Iterator[Hypothesis]:
     trial, there = question.trial, question.there
     if there is None:
         return
+    yield from _of_other_sizes(question, there)
     ours, theirs = (_made(one) for one in (trial, there.trial))
     new = {op: v for op, v in theirs.items() if not any(_is_same(v, one, question.noise) for one in ours.values())}
     ends = origin_of(trial.end), origin_of(there.trial.end)
@@ -48,6 +49,17 @@ def expressions(question: Question) -> Iterator[Hypothesis]:
             is_end = other is ends[1] and (len(theirs) > 1 or len(tensors_of(there.trial, other)) > 1)
             if node is not ends[0] or not (is_end or other.op == "placeholder"):
                 yield from _instead(question, node, value, other, there.trial.values[other])
+
+
+def _of_other_sizes(question: Question, there: TheirRegion) -> Iterator[Hypothesis]:
+    """Yield: the same ops read one other tensor, whose sizes are not those of the baseline's."""
+    both = (question.trial, question.labels), (there.trial, there.labels)
+    ours, theirs = ({labels.get(one.name): trial.values[one] for one in trial.inputs} for trial, labels in both)
+    names = [*(ours.keys() - theirs.keys()), *(theirs.keys() - ours.keys())]
+    ops = [Counter(op.target for op in trial.ops if not passes_on(op)) for trial, _ in both]
+    is_one = len(names) == 2 and names[0] in ours and names[1] in theirs and ops[0] == ops[1]
+    if is_one and ours[names[0]].shape != theirs[names[1]].shape:
+        yield Hypothesis("swapped", f"{names[1]} instead of {names[0]}", {question.trial.end: there.trial.right})
 
 
 def _instead(question: Question, node: Node, value: Any, other: Node, found: Any) -> Iterator[Hypothesis]:

@@ -1,0 +1,152 @@
+"""The one statement that differs: another part or layer that is read, which no op shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from glassengine.diagnose import check
+
+
+class Gated(nn.Module):
+    """Adds the halves of a condition to those of a tensor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = x.sin().chunk(2, -1)
+        ga, gb = x.exp().split(4, -1)
+        a, b = a + ga, b + gb
+        return a.tanh() * b.sigmoid()
+
+
+class GatedOtherwise(nn.Module):
+    """Adds each to the other half."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = x.sin().chunk(2, -1)
+        ga, gb = x.exp().split(4, -1)
+        a, b = a + gb, b + ga
+        return a.tanh() * b.sigmoid()
+
+
+class Fed(nn.Module):
+    """Feeds each frame but the last one into a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.step = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frames, made = x.unbind(1), []
+        for place in range(2, len(frames), 2):
+            y = frames[place - 1]
+            made.append(self.step(y))
+        return torch.stack(made)
+
+
+class FedOtherwise(Fed):
+    """Feeds the frame before that."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frames, made = x.unbind(1), []
+        for place in range(2, len(frames), 2):
+            y = frames[place - 2]
+            made.append(self.step(y))
+        return torch.stack(made)
+
+
+class Decoding(nn.Module):
+    """Attends to what one layer made, each of which has other rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.attend = Attending()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made, y = [], x
+        for layer in self.layers:
+            y = layer(y)[:, :-1].tanh()
+            made.append(y)
+        for place in range(2):
+            memory = made[place]
+            x = x + self.attend(x, memory)
+        return x
+
+
+class DecodingTheLast(Decoding):
+    """Attends to what the last layer made."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made, y = [], x
+        for layer in self.layers:
+            y = layer(y)[:, :-1].tanh()
+            made.append(y)
+        for _ in range(2):
+            memory = made[-1]
+            x = x + self.attend(x, memory)
+        return x
+
+
+class Attending(nn.Module):
+    """An attention that is written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.values = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        keys, values = self.keys(memory), self.values(memory)
+        shares = torch.einsum("bid,bjd->bij", x, keys).softmax(-1)
+        return torch.einsum("bij,bjd->bid", shares, values)
+
+
+class Putting(nn.Module):
+    """Puts axes together in one module, and reads the result in another one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(1, keepdim=True) + self.inner(x.tanh())[:, :2]
+
+
+class Together(nn.Module):
+    """Puts axes together in one order."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.permute(0, 2, 1)
+
+
+class TogetherOtherwise(nn.Module):
+    """Puts them together in the other order."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.permute(0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "shape", "both"),
+    [
+        (Gated(), GatedOtherwise(), (3, 8), ("a, b = a + ga, b + gb", "a, b = a + gb, b + ga")),
+        (Fed(), FedOtherwise(), (2, 6, 4), ("y = frames[place - 1]", "y = frames[place - 2]")),
+        (Decoding(), DecodingTheLast(), (2, 6, 8), ("memory = made[place]", "memory = made[-1]")),
+        (
+            Putting(Together()),
+            Putting(TogetherOtherwise()),
+            (3, 3, 3),
+            ("return x.permute(0, 2, 1)", "return x.permute(0, 1, 2)"),
+        ),
+    ],
+)
+def test_the_line_that_reads_another_tensor_is_quoted(
+    right: nn.Module, wrong: nn.Module, shape: tuple[int, ...], both: tuple[str, str]
+) -> None:
+    inputs = {"x": torch.randn(shape, generator=torch.Generator().manual_seed(0))}
+    first = check(right, candidate=wrong, inputs=inputs).first_divergence
+    assert first is not None
+    assert (first.source or "").endswith(both[0]), first.source
+    assert (first.candidate_source or "").endswith(both[1]), first.candidate_source
