@@ -345,10 +345,13 @@ def as_written(score: Score, program: Program, divergence: Divergence) -> Diverg
 
 
 def _is_right(score: Score, program: Program, line: str) -> bool:
-    """Whether all ops of a line of the baseline compute, were judged, and are right."""
+    """Whether all ops of a line of the baseline compute, were judged as they are, and are right."""
     sites = [site for site in program.sites if site.source == line]
     right = {pair.site for pair in score.pairs if pair.verdict not in FLAGGED}
-    return bool(sites) and all(site.name in right and not passes_on(program.node(site.node)) for site in sites)
+    turned = {node for node, pair in score.side.pairs.items() if pair.arrangement is not None}
+    return bool(sites) and all(
+        site.name in right and site.node not in turned and not passes_on(program.node(site.node)) for site in sites
+    )
 
 
 def _at_what_computes(score: Score, program: Program, divergence: Divergence) -> Divergence:

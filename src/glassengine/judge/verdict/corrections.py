@@ -26,7 +26,7 @@ from torch.fx import Node
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.hypotheses.trials.hypothesis import constants_of, part_of, whole_of
+from glassengine.judge.hypotheses.trials.hypothesis import constants_of, whole_of
 from glassengine.judge.site_pairs import (
     ancestors,
     done_later,
@@ -35,7 +35,6 @@ from glassengine.judge.site_pairs import (
     passes_on,
     readers_of,
     region_of,
-    up,
 )
 from glassengine.judge.verdict.statements import ALIKE, statements_apart
 from glassengine.program.representation.naming import depth_of, line_beside, source_line
@@ -48,8 +47,6 @@ _OF_PLACES = frozenset({"index", "start", "end", "step", "length"})
 """Arguments that a line may calculate: a number in `x[i - 1]` is a part of one."""
 _OF_SHAPES = frozenset({"reshape", "view", "expand", "repeat", "flatten", "unflatten", "transpose", "permute", "size"})
 """Functions whose whole numbers are sizes and axes: none of them is a number of another op on the line."""
-_NEAR = 6
-"""Steps above an op within which two tensors are exchanged that it is made of."""
 _LEAST_AXES = 3
 """Two numbers beside each other are found in many lines."""
 _DIVISIONS = (torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar)
@@ -142,38 +139,21 @@ def is_beside(
 def lines_that_differ(
     baseline: Program, program: Program | None, counterparts: Mapping[str, str], divergence: Divergence
 ) -> tuple[str | None, str] | None:
-    """Return the lines of both sides that call the one line of an op in other words or order, or make what it reads.
+    """Return the lines of both sides that call the one line of an op in other words or order, or do the op later.
 
-    Where an op's own lines differ, and that of the candidate is one of the baseline's, it is the line that only the
-    candidate has. None where nothing differs.
+    None where nothing differs.
     """
     there = _proven(program, counterparts, divergence)
     if program is None or there is None:
         return None
-    own, hint = baseline.node(divergence.node or ""), divergence.hints[0]
+    own = baseline.node(divergence.node or "")
     if (later := done_later(own, there, counterparts)) is not None:
         between = next(one for one in later.all_input_nodes if there in ancestors(one))
         beside = line_beside(own, next(iter(readers_of(own)), own)), line_beside(later, between)
         callers = _parting(_frames(own), _frames(later)) if is_of_both(baseline, beside[1]) else None
         return callers or (None if beside[1] is None else (beside[0], beside[1]))
     ours, theirs = _frames(own), _frames(there)
-    if not ours or not theirs:
-        return None
-    if _code(ours[0]) == _code(theirs[0]):
-        if (callers := _parting(ours, theirs)) is not None:
-            return callers
-    elif not is_of_both(baseline, theirs[0]):
-        return None
-    inside = region_of(own, counterparts)[0]
-    change = hint.change
-    named = () if change is None else tuple(f"/{name}" for name in (*change.operands, *change.ops))
-    above = dict.fromkeys([*map(part_of, own.all_input_nodes), *own.all_input_nodes])
-    if hint.kind == "swapped":
-        read = [*above, *map(part_of, up(own, _NEAR))]
-    else:
-        read = [one for one in above if getattr(_site(baseline, one), "name", "").endswith(named)]
-    lines = ((one, _changed(baseline, program, one)) for one in (*reversed(inside), *read))
-    return next(((source_line(one), line) for one, line in lines if line), None)
+    return _parting(ours, theirs) if [*map(_code, ours[:1])] == [*map(_code, theirs[:1])] else None
 
 
 def is_of_both(baseline: Program, line: str | None) -> bool:
@@ -186,22 +166,20 @@ def lines_of_region(
 ) -> tuple[str, str] | None:
     """Return the line of each side that the other has not, in the functions that run the ops of a region.
 
-    None where the lines of its end differ.
+    None where the lines of its end differ: but not where its site is another op, or the candidate's stands in both.
     """
     there = counterparts.get(divergence.node or "")
     if program is None or there is None:
         return None
     ends = baseline.node(divergence.node or ""), program.node(there)
     lines = [source_line(end) for end in ends]
-    if _code(lines[0]) != _code(lines[1]) and divergence.source == lines[0]:
+    if _code(lines[0]) != _code(lines[1]) and divergence.source == lines[0] and not is_of_both(baseline, lines[1]):
         return None
-    regions = region_of(ends[0], counterparts)[0], region_of(ends[1], set(counterparts.values()))[0]
-    views = ([view for source in end.all_input_nodes for view in passed_on(source)] for end in ends)
-    once = (
-        reversed({tuple(_frames(op)): op for op in [*above, *ops]}.values())
-        for above, ops in zip(views, regions, strict=True)
-    )
-    return next(filter(None, itertools.starmap(statements_apart, itertools.product(*once))), None)
+    both = []
+    for end, known in zip(ends, (counterparts, set(counterparts.values())), strict=True):
+        views = [view for source in end.all_input_nodes for view in passed_on(source)]
+        both.append(reversed({tuple(_frames(op)): op for op in [*views, *region_of(end, known)[0]]}.values()))
+    return next(filter(None, itertools.starmap(statements_apart, itertools.product(*both))), None)
 
 
 def _changed(baseline: Program, program: Program, node: Node) -> str | None:

@@ -31,7 +31,6 @@ def expressions(question: Question) -> Iterator[Hypothesis]:
     trial, there = question.trial, question.there
     if there is None:
         return
-    yield from _of_other_sizes(question, there)
     ours, theirs = (_made(one) for one in (trial, there.trial))
     new = {op: v for op, v in theirs.items() if not any(_is_same(v, one, question.noise) for one in ours.values())}
     ends = origin_of(trial.end), origin_of(there.trial.end)
@@ -49,17 +48,20 @@ def expressions(question: Question) -> Iterator[Hypothesis]:
             is_end = other is ends[1] and (len(theirs) > 1 or len(tensors_of(there.trial, other)) > 1)
             if node is not ends[0] or not (is_end or other.op == "placeholder"):
                 yield from _instead(question, node, value, other, there.trial.values[other])
+    yield from _of_other_sizes(question, there)
 
 
 def _of_other_sizes(question: Question, there: TheirRegion) -> Iterator[Hypothesis]:
     """Yield: the same ops read one other tensor, whose sizes are not those of the baseline's."""
     both = (question.trial, question.labels), (there.trial, there.labels)
-    ours, theirs = ({labels.get(one.name): trial.values[one] for one in trial.inputs} for trial, labels in both)
-    names = [*(ours.keys() - theirs.keys()), *(theirs.keys() - ours.keys())]
+    ours, theirs = ({labels.get(one.name): one for one in trial.inputs} for trial, labels in both)
+    lost, found = list(ours.keys() - theirs.keys()), list(theirs.keys() - ours.keys())
     ops = [Counter(op.target for op in trial.ops if not passes_on(op)) for trial, _ in both]
-    is_one = len(names) == 2 and names[0] in ours and names[1] in theirs and ops[0] == ops[1]
-    if is_one and ours[names[0]].shape != theirs[names[1]].shape:
-        yield Hypothesis("swapped", f"{names[1]} instead of {names[0]}", {question.trial.end: there.trial.right})
+    if len(lost) == len(found) == 1 and ops[0] == ops[1]:
+        node, other = ours[lost[0]], theirs[found[0]]
+        is_view = question.maker(question.in_baseline(node)) == found[0]
+        if not is_view and question.trial.values[node].shape != there.trial.values[other].shape:
+            yield Hypothesis("swapped", f"{found[0]} instead of {lost[0]}", {question.trial.end: there.trial.right})
 
 
 def _instead(question: Question, node: Node, value: Any, other: Node, found: Any) -> Iterator[Hypothesis]:
