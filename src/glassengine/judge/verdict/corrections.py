@@ -26,7 +26,7 @@ from torch.fx import Node
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.hypotheses.trials.hypothesis import constants_of, whole_of
+from glassengine.judge.hypotheses.trials.hypothesis import constants_of
 from glassengine.judge.site_pairs import (
     ancestors,
     done_later,
@@ -93,8 +93,6 @@ def line_of_reader(
     node = baseline.node(next(named, divergence.node or ""))
     names = {counterparts.get(user.name) for user in readers_of(node)}
     readers = [one for one in program.graph.nodes if one.name in names]
-    if whole_of(node) is not None and counterparts.get(node.name, there.name) != there.name:
-        return source_line(program.node(counterparts[node.name]))
     if node.name != divergence.node and node.name not in counterparts:
         ours, theirs = ([op.target for op in ops] for ops in _regions(baseline, program, counterparts, divergence))
         if ours.count(node.target) <= theirs.count(node.target):

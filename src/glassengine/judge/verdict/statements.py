@@ -6,6 +6,7 @@ A line that only picks a tensor, or a part of one, runs no op: the source has it
 from __future__ import annotations
 
 import ast
+import contextlib
 import linecache
 import re
 from difflib import SequenceMatcher
@@ -44,22 +45,21 @@ def statements_apart(ours: Node, theirs: Node) -> tuple[str, str] | None:
 @lru_cache(maxsize=256)
 def _statements(file: str, line: int) -> tuple[dict[str, str], str]:
     """Return the statements of the function around a line, each with "file:line: code", and the one on the line."""
-    around = [one for one in _functions(file) if _has(one, line)][-1:]
-    found = [one for function in around for one in ast.walk(function) if isinstance(one, ast.stmt)][1:]
-    texts = {one: ast.unparse(one).partition("\n")[0] for one in found}
     name, lines = file.split("/site-packages/")[-1], linecache.getlines(file)
-    places = {text: f"{name}:{one.lineno}: {lines[one.lineno - 1].strip()}" for one, text in texts.items()}
-    return places, next((text for one, text in reversed(texts.items()) if _has(one, line)), "")
-
-
-def _has(node: ast.stmt, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or 0)
+    around = [one for one in _parsed("".join(lines)) if one.lineno <= line <= (one.end_lineno or 0)]
+    functions = [one for one in around if isinstance(one, ast.FunctionDef)]
+    inside = [one for one in ast.walk(functions[-1]) if isinstance(one, ast.stmt)][1:] if functions else []
+    texts = {ast.unparse(one).partition("\n")[0]: one.lineno for one in inside}
+    places = {text: f"{name}:{number}: {lines[number - 1].strip()}" for text, number in texts.items()}
+    return places, ast.unparse(around[-1]).partition("\n")[0] if around else ""
 
 
 @lru_cache(maxsize=16)
-def _functions(file: str) -> list[ast.FunctionDef]:
-    """Return the functions of a file, those inside of others after these."""
-    return [one for one in ast.walk(ast.parse("".join(linecache.getlines(file)))) if isinstance(one, ast.FunctionDef)]
+def _parsed(source: str) -> list[ast.stmt]:
+    """Return the statements of a file, those inside of others after these; none of what is no Python."""
+    with contextlib.suppress(SyntaxError):
+        return [one for one in ast.walk(ast.parse(source)) if isinstance(one, ast.stmt)]
+    return []
 
 
 def _is_near(text: str, own: str, is_part: bool) -> bool:
