@@ -15,7 +15,6 @@ import keyword
 import math
 import re
 import tokenize
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
@@ -30,7 +29,6 @@ from glassengine.judge.hypotheses.trials.hypothesis import constants_of
 from glassengine.judge.site_pairs import (
     ancestors,
     done_later,
-    origin_of,
     passed_on,
     passes_on,
     readers_of,
@@ -83,35 +81,17 @@ def line_of_reader(
 ) -> str | None:
     """Return "file:line: line" of an op inside of a region, or where the candidate reads what an op is missing for.
 
-    It is the line that is most like the baseline's, or that of the function which calls the op there: as deep in the
-    modules. None where no op is missing.
+    It is the line that is most like the baseline's. None where no op is missing.
     """
     there = _proven(program, counterparts, divergence)
     if program is None or there is None:
         return None
     named = (one.node for one in baseline.sites if one.name == divergence.site)
     node = baseline.node(next(named, divergence.node or ""))
-    names = {counterparts.get(user.name) for user in readers_of(node)}
-    readers = [one for one in program.graph.nodes if one.name in names]
-    if node.name != divergence.node and node.name not in counterparts:
-        ours, theirs = ([op.target for op in ops] for ops in _regions(baseline, program, counterparts, divergence))
-        if ours.count(node.target) <= theirs.count(node.target):
-            return _changed(baseline, program, node)
-    elif any(counterparts.get(source.name) == there.name for source in node.all_input_nodes):
-        if done_later(node, there, counterparts) is not None:
-            return None
-        readers = [one for one in readers if origin_of(there) in map(origin_of, one.all_input_nodes)]
-    else:
-        return None
-    line = _changed(baseline, program, node)
-    if line or not readers:
-        return line
-    # As deep in the calls; deeper, where both sides run that line and of one alone it is known what it calls.
-    depth = min(map(depth_of, (node, readers[0])))
-    here, lines = (_frames(one)[-depth:] for one in (node, readers[0]))
-    if here[:1] == lines[:1]:
-        return source_line(readers[0], depth + 1) or source_line(readers[0], depth)
-    return (_parting(here, lines) or (None, lines[0]))[1]
+    is_inside = node.name != divergence.node and node.name not in counterparts
+    is_passed_by = any(counterparts.get(source.name) == there.name for source in node.all_input_nodes)
+    is_missing = is_passed_by and done_later(node, there, counterparts) is None
+    return _changed(baseline, program, node) if is_inside or is_missing else None
 
 
 def _frames(node: Node) -> list[str]:
@@ -204,43 +184,6 @@ def _lines(program: Program, module: str) -> dict[str | None, str]:
     """Return the lines of the ops of a program, or of those of one module: "file:line: code" -> code."""
     ops = (site for site in program.sites if site.kind == "op" and site.name.startswith(f"{module}/" if module else ""))
     return {site.source: parts[2] for site in ops if (parts := parts_of_line(site.source))}
-
-
-def _regions(
-    baseline: Program, program: Program, counterparts: Mapping[str, str], divergence: Divergence
-) -> tuple[list[Node], list[Node]]:
-    """Return the ops of both sides that compute what differs, between the tensors that both have.
-
-    The candidate has none where what goes in has taken the place of what comes out.
-    """
-    here = baseline.node(divergence.node or "")
-    there = program.node(counterparts[here.name])
-    ours, ends = region_of(here, counterparts)
-    is_input = any(counterparts[end.name] == there.name for end in ends)
-    theirs = [] if is_input else region_of(there, set(counterparts.values()))[0]
-    return [op for op in ours if not passes_on(op)], [op for op in theirs if not passes_on(op)]
-
-
-def line_of_added_op(
-    baseline: Program, program: Program | None, counterparts: Mapping[str, str], divergence: Divergence
-) -> str | None:
-    """Return "file:line: line" of what only the candidate has in a region that is proven wrong.
-
-    None where that is in several lines, or where the candidate lacks another op than the one that is changed.
-    """
-    if program is None or _proven(program, counterparts, divergence) is None:
-        return None
-    ours, theirs = _regions(baseline, program, counterparts, divergence)
-    numbers = Counter(op.target for op in ours)
-    numbers.subtract(op.target for op in theirs)
-    changed = divergence.hints[0].change
-    own = () if changed is None else changed.ops
-    lacking = [_site(baseline, op) for op in ours if numbers[op.target] > 0]
-    sources = {_source(program, op) for op in theirs if numbers[op.target] < 0}
-    is_known = all(site is not None and site.name.endswith(own) for site in lacking)
-    if changed is not None and not (changed.argument or changed.exchanged or changed.operands):
-        is_known = is_known or len({site and site.source for site in lacking}) == 1  # one line instead of another
-    return sources.pop() if len(sources) == 1 and is_known else None
 
 
 def _site(program: Program, op: Node) -> Site | None:

@@ -64,7 +64,6 @@ def _parsed(source: str) -> list[ast.stmt]:
 
 def _is_near(text: str, own: str, is_part: bool) -> bool:
     """Whether a statement is another one, makes what it reads, or reads a part that it makes."""
-    (*made, read), (*made_there, read_there) = (
-        [set(_NAME.findall(part)) for part in _ASSIGNS.split(one, maxsplit=1)] for one in (text, own)
-    )
-    return text == own or any(names & read_there for names in made) or any(is_part and n & read for n in made_there)
+    made, made_there = (set(_NAME.findall("".join(_ASSIGNS.split(one, maxsplit=1)[:-1]))) for one in (text, own))
+    read, read_there = (set(_NAME.findall(one.partition(" = ")[2] or one)) for one in (text, own))
+    return text == own or bool(made & read_there) or (is_part and bool(made_there & read))
