@@ -33,6 +33,7 @@ from glassengine.cli.shared import (
     one_candidate,
 )
 from glassengine.progress import Work
+from glassengine.report.terminal_check import check
 from glassengine.results import Comparison, Interrupted
 
 _SHARES = (
@@ -219,11 +220,6 @@ def command(
 
 def answered(result: Comparison, answers: Answers, status: int | None = None) -> int:
     """Print the result and return the exit status, which is `status` if the work has another end than its answer."""
-
-    def show() -> None:
-        from glassengine.report.terminal_check import check
-
-        print_answer(check(result, settings.words))
-
     own = 0 if result.ok else 4 if result.too_little else 1
-    return answers.give(result.to_dict, show, [result], own if status is None else status)
+    status = own if status is None else status
+    return answers.give(result.to_dict, lambda: print_answer(check(result, settings.words)), [result], status)

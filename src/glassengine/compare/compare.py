@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from glassengine import environment
-from glassengine.compare.judge import BY_FLOOR, BY_GIVEN_TOLERANCE, severity
+from glassengine.compare.judge import BY_FLOOR, BY_GIVEN_TOLERANCE
 from glassengine.compare.matching.maps import TensorMap, load_map
 from glassengine.compare.matching.matching import MatchedPair
 from glassengine.compare.matching.sources import ExecutionOrder, SourceWrapper, phase_of
@@ -54,6 +54,7 @@ from glassengine.results import (
     Skipped,
     counts_of,
     over_budget,
+    severity,
     worst,
 )
 from glassengine.results.comparison import Comparisons

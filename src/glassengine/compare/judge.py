@@ -48,7 +48,7 @@ from glassengine.numerics.limits import both_may_hide, is_floating, limits, with
 from glassengine.numerics.slices import Means, Slices, figures_of, noise_ratio, slices, sums_of_squares
 from glassengine.numerics.tolerance import Tolerance, tolerance
 from glassengine.recording.layout.noise_floor import NoiseFloor, StoredFloor
-from glassengine.results import VERDICTS, Figures, Pair, Summary, Verdict
+from glassengine.results import Figures, Pair, Summary, Verdict
 from glassengine.writing import crc32_joined
 
 BY_FLOOR = "noise floor"
@@ -303,15 +303,6 @@ def rows_of(match: MatchedPair, num_bytes: int, first: int = 0, end: int | None 
     size = max(one.nbytes for one in (match.baseline, match.candidates[0]))
     at_once, end = max(1, count * num_bytes // max(1, size)), count if end is None else end
     return [(start, min(end, start + at_once)) for start in range(first, end, at_once)]
-
-
-def severity(pair: Pair) -> tuple[float, ...]:
-    """Return a key that sorts pairs: by verdict, then different shapes before non-finite before size of the error."""
-    rank = float(VERDICTS.index(pair.verdict))
-    if pair.figures is None:
-        return (rank, 1.0)
-    size = -math.inf if math.isnan(pair.figures.snr_db) else -pair.figures.snr_db
-    return (rank, 0.0, float(pair.figures.num_nonfinite_mismatch > 0), size)
 
 
 def _summary(stream: Stream, of: ArrayValues) -> Summary:
