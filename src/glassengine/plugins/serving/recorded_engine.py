@@ -28,7 +28,7 @@ from glassengine.serving.protocol import (
     Served,
     ServedWeight,
     ServingRun,
-    is_kind,
+    is_served,
     open_served,
 )
 
@@ -337,7 +337,7 @@ def recorded_engine(source: TensorSource, layout: str | None = None) -> Recorded
     source = described(source, layout)
     made_by = source.metadata.get("target")
     try:
-        served = open_served(made_by) if isinstance(made_by, str) and is_kind(made_by) else None
+        served = open_served(made_by) if isinstance(made_by, str) and is_served(made_by) else None
     except UsageError:
         served = None
     return RecordedEngine(source, served)
