@@ -8,7 +8,6 @@ other in a row.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from glassengine.accelerators import require_device
 from glassengine.capture.intake import Intake, Writer
 from glassengine.capture.module_hooks import ModuleHooks
 from glassengine.capture.record import own_directory, record
-from glassengine.errors import IncomparableError, UsageError
+from glassengine.errors import IncomparableError, UsageError, logger
 from glassengine.program.generation import LoadedModel
 from glassengine.program.inputs.modules import stored_inputs
 from glassengine.program.inputs.user_inputs import load_inputs
@@ -35,8 +34,6 @@ from glassengine.recording.source import TensorSource, open_source
 from glassengine.recording.write.policy import RecordingPolicy, WhenBehind
 from glassengine.results.recorded import RecordedTarget
 from glassengine.stores.places import place
-
-logger = logging.getLogger("glassengine")
 
 
 def record_target(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-import logging
 import os
 import re
 import tempfile
@@ -31,14 +30,12 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.profiler import ProfilerActivity
 
 from glassengine import environment, spans
-from glassengine.errors import UsageError
+from glassengine.errors import UsageError, logger
 from glassengine.executable.graph import Execution, attach, detach
 from glassengine.executable.profile_trace import FORMAT, SCHEMA_VERSION, SUMMARY, annotate, sealed, summarize
 from glassengine.sites import ROOT
 from glassengine.stores.places import RemotePath, deliver, place
 from glassengine.writing import aside, next_directory, remove_tree, write_events
-
-logger = logging.getLogger("glassengine")
 
 TRACE = "rank{rank}.pt.trace.json.gz"
 

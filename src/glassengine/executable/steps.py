@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import logging
 import os
 import queue
 import threading
@@ -19,10 +18,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from glassengine import environment, spans
-from glassengine.errors import UsageError
+from glassengine.errors import UsageError, logger
 from glassengine.executable.counters import registry
-
-logger = logging.getLogger("glassengine")
 
 MAX_QUEUED = 100
 """Asynchronous closures that may wait; ending a step then waits for one of them, as in PyTorch/XLA."""

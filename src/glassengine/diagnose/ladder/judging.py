@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ import torch
 
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.levels import add_op_by_op
-from glassengine.errors import BackendError, first_line
+from glassengine.errors import BackendError, first_line, logger
 from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import Severity
 from glassengine.judge.sides.module import ModuleSide
@@ -47,7 +46,7 @@ from glassengine.workers import Died
 from glassengine.workers.processes import Processes
 
 OnStep = Callable[[Case, int, Mapping[str, float]], None]
-logger = logging.getLogger("glassengine")
+
 _case: int | None = None
 """In a worker, the case that is wanted."""
 _LEAST = 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from glassengine.engine.build.plan import BuildSettings, planned_outputs
 from glassengine.engine.files import list_files
 from glassengine.engine.manifest import AddedOutput, CutWeight, Manifest, TensorEntry, instruction_flags, write_manifest
 from glassengine.engine.run.member import part_of, placeholder_group
-from glassengine.errors import UsageError
+from glassengine.errors import UsageError, logger
 from glassengine.executable.graph import captured_program
 from glassengine.executable.run.executable import compile_executable
 from glassengine.program import LoadedModel, Program
@@ -45,8 +44,6 @@ from glassengine.program.representation.program import (
 )
 from glassengine.program.representation.stored import save_program
 from glassengine.progress import Progress, Work, silent
-
-logger = logging.getLogger("glassengine")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import datetime as dt
 import errno
 import functools
 import hashlib
-import logging
 import os
 import socket
 import threading
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from glassengine import environment
-from glassengine.errors import first_line
+from glassengine.errors import first_line, logger
 from glassengine.executable.graph import CapturedGraph
 from glassengine.executable.snapshot import layout
 from glassengine.executable.snapshot.graph import flatten, graph_archive
@@ -41,8 +40,6 @@ from glassengine.executable.snapshot.tensors import (
 from glassengine.program.onnx.translated import without_data
 from glassengine.recording.layout.tensors import bytes_of, dtype_name, summarize
 from glassengine.writing import aside, crc32, remove_tree
-
-logger = logging.getLogger("glassengine")
 
 _MAX_REASON = 200
 _WEIGHT_KINDS = ("parameter", "buffer", "constant")

@@ -14,7 +14,6 @@ Trees and support vector machines are evaluated by the reference implementations
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from glassengine.errors import logger
 from glassengine.plugins.onnx.experts import experts
 from glassengine.plugins.onnx.group_query import group_query
 from glassengine.plugins.onnx.table import Call, OnnxNode, translation
@@ -273,9 +273,6 @@ _DEFINITIONS: dict[str, Callable[[Mapping[str, Any]], list[onnx.NodeProto] | Non
     "LinearRegressor": _regressor,
     "LinearClassifier": _classifier,
 }
-
-
-logger = logging.getLogger("glassengine")
 
 STANDARD = ("", "ai.onnx")
 _NOT_BY_DEFINITION = frozenset({"Bernoulli", "SequenceMap"})
