@@ -10,8 +10,6 @@ build --batch-invariant` is proven by `prove_batch_invariant`, and `glass check 
 one process it is `watch_modules`.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from glassengine.deferred import deferred

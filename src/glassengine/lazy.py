@@ -7,8 +7,6 @@ and the step of an optimizer are recorded, and `mark_step()` compiles and runs a
 `mode(...)` chooses the back-end, or lets each operation run by itself.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from glassengine.deferred import deferred

@@ -13,8 +13,6 @@
 `glassengine.open` returns it.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from glassengine.deferred import deferred

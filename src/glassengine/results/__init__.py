@@ -1,7 +1,5 @@
 """Every result that Glass Engine reports, as frozen dataclasses with `.to_dict()`."""
 
-from __future__ import annotations
-
 from glassengine.results.answer import MOST_OPS as MOST_OPS
 from glassengine.results.answer import CaseInputs as CaseInputs
 from glassengine.results.answer import DriftRow as DriftRow

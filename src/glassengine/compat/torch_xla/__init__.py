@@ -8,8 +8,6 @@ The device is `glassengine.lazy.device()`, so its type is "lazy" and not "xla". 
 what needs several processes, SPMD or a compiler of XLA is refused when it is called, with what to use in its place.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from glassengine.deferred import deferred
