@@ -14,7 +14,6 @@ and not the same in all ranks, nothing was added up before; where nothing follow
 from __future__ import annotations
 
 import bisect
-import dataclasses
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -278,15 +277,15 @@ def apply_cross_pair_rules(found: Packed, chosen: Sequence[MatchedPair], judging
     """Change the verdicts on single pairs by what several of them say together."""
     left, right = judging.sides
     for i, k in _with_right_sums(found, chosen, _partial_sums(left, right)).items():
-        found[i] = dataclasses.replace(found[i], verdict=found[k].verdict, reason=ADDED_OTHERWISE)
+        found[i] = replace(found[i], verdict=found[k].verdict, reason=ADDED_OTHERWISE)
     groups = shared_gradients(found, chosen)
     for numbers, together in zip(groups, judging.added_up(groups), strict=True):
         if together.verdict not in FLAGGED:
             for i in numbers:
                 site, other = chosen[i].baseline.site, chosen[i].candidate_site
-                found[i] = dataclasses.replace(together, site=site, candidate_site=other, reason=SHARED)
+                found[i] = replace(together, site=site, candidate_site=other, reason=SHARED)
     for i, k in judging.sums_of(shares(found, chosen)).items():
-        found[i] = dataclasses.replace(found[i], verdict=found[k].verdict, reason=f"{OWN_SHARE}: {found[k].site}")
+        found[i] = replace(found[i], verdict=found[k].verdict, reason=f"{OWN_SHARE}: {found[k].site}")
     for side, is_left in ((left, True), (right, False)):
         if side.is_assembled:
             entries = [one.baseline if is_left else one.candidates[0] for one in chosen]

@@ -6,12 +6,11 @@ A step of `mark_step` is one iteration of the user's own loop; generation number
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -154,7 +153,7 @@ def mark_step(wait: bool = False) -> None:
 def _with_copies(closure: _Closure) -> _Closure:
     """Return a closure with copies of its tensors; those of lazy tensors are recorded with what is pending."""
     args = pytree.tree_map_only(torch.Tensor, lambda value: value.detach().clone(), list(closure.args))
-    return dataclasses.replace(closure, args=args)
+    return replace(closure, args=args)
 
 
 def _raise(errors: Sequence[Exception]) -> None:

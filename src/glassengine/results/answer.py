@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from glassengine.results.base import FLAGGED, Result, Verdict
@@ -297,7 +296,7 @@ class InputUsed:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
-        data = dataclasses.asdict(self)
+        data = asdict(self)
         data["shape"] = None if self.shape is None else list(self.shape)
         return data
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from glassengine.compare.ranks.spread import RankArrangement, RankPart, put, take
@@ -20,7 +20,6 @@ from glassengine.compare.ranks.spread import DataLayout, factor_of
 
 if TYPE_CHECKING:
     from torch import Tensor
-import dataclasses
 import itertools
 import re
 from collections.abc import Mapping
@@ -427,7 +426,7 @@ def _first_copy(sharding: Sharding) -> Sharding:
     is_copy = [text == _REPLICATED for text in sharding.placements]
     mesh = tuple(1 if copy else size for copy, size in zip(is_copy, sharding.mesh, strict=True))
     at = tuple(0 if copy else place for copy, place in zip(is_copy, sharding.coordinate, strict=True))
-    return dataclasses.replace(sharding, mesh=mesh, coordinate=at, ranks=())
+    return replace(sharding, mesh=mesh, coordinate=at, ranks=())
 
 
 def _order(sharding: Sharding) -> list[int] | None:

@@ -14,7 +14,6 @@ suspicious at least, since it is not declared.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,7 +125,7 @@ def explain(engine: Score, alone: Score) -> None:
         )
         if verdict in FLAGGED:
             hint = Hint("other", f"{op} compiled alone is {verdict} as well", 0.9, evidence="kernel")
-        engine.divergences[node] = dataclasses.replace(found, hints=(hint, *found.hints))
+        engine.divergences[node] = replace(found, hints=(hint, *found.hints))
 
 
 def severity_counter(

@@ -8,10 +8,9 @@ what follows is left out and listed: rows are never guessed.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +155,7 @@ def _renamed(entry: Entry, step: int, rows: int) -> Entry:
         site = f"{module}/{side}.{place or 0}"
     if rows and len(shape) == 2 and shape[0] > rows and shape[0] % rows == 0:
         shape = (rows, shape[0] // rows, shape[1])
-    return dataclasses.replace(entry, site=site, step=step, shape=shape, rank=0)
+    return replace(entry, site=site, step=step, shape=shape, rank=0)
 
 
 @dataclass(frozen=True)
