@@ -101,10 +101,10 @@ class ResultComparison(Result):
     candidate_dtype: str
     max_abs_diff: float | None
     largest: float | None
-    ulp: float | None
-    snr_db: float | None
-    cosine_similarity: float | None
-    noise_ratio: float | None
+    ulp: float | None = None
+    snr_db: float | None = None
+    cosine_similarity: float | None = None
+    noise_ratio: float | None = None
     exempt: float = 0.0
     left_out: float = 0.0
     judged_by: Literal["noise floor", "signal"] = "noise floor"

@@ -222,10 +222,8 @@ def _divergence(program: Program, op: QuantizedOp) -> Divergence:
         sites[0].source if sites else None,
         found.verdict,
         found.noise_ratio,
-        None,
-        found.rms_error,
-        None,
-        hints,
+        introduced=found.rms_error,
+        hints=hints,
     )
 
 
