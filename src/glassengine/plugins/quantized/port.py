@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import onnx
 import torch
 from torch import Tensor
 
@@ -276,8 +277,6 @@ def check_quantized_file(
     """
     if baseline.stored is not None and baseline.stored.onnx is not None:
         return check_quantized_graph(baseline, candidate, module_cases(arguments_of(baseline, given)), progress)
-    import onnx
-
     assert candidate.stored is not None and candidate.stored.onnx is not None
     file, module = candidate.stored.onnx.file, baseline.module
     steps, arguments = matched(baseline, candidate, arguments_of(baseline, given))
