@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -28,9 +29,6 @@ from glassengine.report.terminal_compare import (
     side_by_side,
 )
 from glassengine.stores.places import place
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _SHARES = ((Work.JUDGING, 1.0),)
 _ARTIFACTS = "build artifacts"
