@@ -14,8 +14,8 @@ from glassengine.deferred import deferred
 if TYPE_CHECKING:
     from glassengine.executable.steps import add_step_closure as add_step_closure
     from glassengine.executable.steps import mark_step as mark_step
+    from glassengine.plugins.lazy.dispatching import fallbacks as fallbacks
     from glassengine.plugins.lazy.surface import device as device
-    from glassengine.plugins.lazy.surface import fallbacks as fallbacks
     from glassengine.plugins.lazy.surface import graph as graph
     from glassengine.plugins.lazy.surface import is_lazy as is_lazy
     from glassengine.plugins.lazy.surface import mark_dynamic as mark_dynamic
@@ -30,7 +30,7 @@ _PUBLIC = {
     "LazyTensor": "glassengine.plugins.lazy.tensor",
     "add_step_closure": "glassengine.executable.steps",
     "device": "glassengine.plugins.lazy.surface",
-    "fallbacks": "glassengine.plugins.lazy.surface",
+    "fallbacks": "glassengine.plugins.lazy.dispatching",
     "graph": "glassengine.plugins.lazy.surface",
     "is_lazy": "glassengine.plugins.lazy.surface",
     "mark_dynamic": "glassengine.plugins.lazy.surface",

@@ -30,6 +30,7 @@ from glassengine.program.loading.load import load_model
 from glassengine.program.user_code.calls import forward_errors
 from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import LeftOut
+from glassengine.recording.reader import Recording
 from glassengine.recording.source import TensorSource, open_source
 from glassengine.recording.write.policy import RecordingPolicy, WhenBehind
 from glassengine.results.recorded import RecordedTarget
@@ -150,8 +151,6 @@ def record_target(
             observe(writer, [tokens[:, :-1] for tokens in made])
 
         then(path, run_again)
-    from glassengine.recording.reader import Recording
-
     opened = Recording.open(path)
     total = sum(entry.nbytes for entry in opened.entries)
     return RecordedTarget(str(path), len(opened.steps), len(opened.entries), len(opened.left_out), total)
