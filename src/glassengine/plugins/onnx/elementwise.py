@@ -93,7 +93,6 @@ def _isinf(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1) -> 
 
 computes("elu", "Elu")(F.elu)
 computes("celu", "Celu")(F.celu)
-computes("gelu", "Gelu")(F.gelu)
 computes("softsign", "Softsign")(F.softsign)
 
 
@@ -110,6 +109,11 @@ def _prelu(x: Tensor, slope: Tensor) -> Tensor:
 @computes("selu", "Selu")
 def _selu(x: Tensor, *, alpha: float = 1.6732632423543772, gamma: float = 1.0507009873554805) -> Tensor:
     return gamma * torch.where(x > 0, x, alpha * torch.expm1(x))
+
+
+@computes("gelu", "Gelu")
+def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    return F.gelu(x, approximate=approximate)
 
 
 @computes("hardsigmoid", "HardSigmoid")
