@@ -165,7 +165,7 @@ def test_an_answer_says_why_no_result_is_compared(found: Comparison) -> None:
     assert "results  not compared: the candidate has none of the baseline" in screen(without)
     random = Skipped("output", "both", "not compared end to end: every run draws new random numbers")
     lines = screen(dataclasses.replace(without, skipped=(random,)))
-    assert "results  not compared: every run draws new random numbers" in lines
+    assert "results  not compared end to end: every run draws new random numbers" in lines
 
 
 def test_f41_what_judged_nothing_is_not_called_identical(found: Comparison) -> None:

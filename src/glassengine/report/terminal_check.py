@@ -310,8 +310,8 @@ def _results(result: Comparison) -> Iterator[Text]:
         rest = order[_MAX_RESULTS:]
         yield Text(f"         and {len(rest)} more: {sum(found.agrees for found in rest)} agree")
     if not result.results and result.granularity:
-        reasons = (item.reason.partition("not compared end to end: ")[2] for item in result.skipped)
-        yield Text(f"results  not compared: {next(filter(None, reasons), 'the candidate has none of the baseline')}")
+        reasons = (item.reason for item in result.skipped if item.side == "both" and "/" not in item.site)
+        yield Text(f"results  {next(reasons, 'not compared: the candidate has none of the baseline')}")
 
 
 def _inputs(result: Comparison) -> Iterator[Text]:
