@@ -15,7 +15,7 @@ from typing import Any
 from glassengine.errors import BackendError, UsageError, nearest
 from glassengine.extensions import require_package
 from glassengine.reading.files import open_regular, printable, read_bytes, shown
-from glassengine.report.words import headline, result_line
+from glassengine.report.words import headline, result_line, results_shown
 from glassengine.results import VERDICTS, Comparison, Pair
 from glassengine.results.notebook import color_of, needed, worst_rows
 from glassengine.results.report import WrittenReport
@@ -288,7 +288,7 @@ def drawn(result: Comparison) -> Any:
     draw.rectangle((0, 0, SIZE[0], 16), fill=COLORS["rounding" if result.ok else "wrong"])
     top = 60
     lines = [(_LARGE, f"{head.mark}: {head.why}")]
-    lines += [(_SMALL, result_line(found)) for found in result.results[-1:]]
+    lines += [(_SMALL, result_line(found)) for found in results_shown(result)[:1]]
     lines.append((_SMALL, f"{result.baseline} (baseline), {result.candidate} (candidate)"))
     for size, text in lines:
         font = ImageFont.load_default(size)
