@@ -375,10 +375,7 @@ def watch_modules(is_compiled: Callable[[], bool]) -> Callable[[], None]:
 
     # Said by torch when a compiled module is first called: the extra span of its wrapper is what is wanted here.
     warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
-    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
+    hooks = contextlib.ExitStack()
+    hooks.enter_context(register_module_forward_pre_hook(enter))
+    hooks.enter_context(register_module_forward_hook(leave, always_call=True))
+    return hooks.close
