@@ -171,6 +171,10 @@ class Reference:
         """Return the reference by which elements that are tied count as all others do."""
         return self._with(tied=None)
 
+    def by_native(self) -> Reference:
+        """Return the reference without ties whose floor is the program's own run alone: no run that chose otherwise."""
+        return self._with(tied=None, noisy=())
+
     def _with(self, **other: Any) -> Reference:
         arguments: dict[str, Any] = {
             "noisy": self._noisy,

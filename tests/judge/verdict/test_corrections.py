@@ -380,6 +380,35 @@ def test_an_op_that_is_done_later_is_not_called_missing() -> None:
     assert (first.candidate_source or "").endswith("return ((x + shift) * scale).tanh()")
 
 
+class Gated(nn.Module):
+    """Applies a gate after a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        gate = self.gate(x).sigmoid()
+        return torch.tanh(x + gate * self.down(state))
+
+
+class GatedBefore(Gated):
+    """Applies it before; with a state of zeros its product looks as if it were left out."""
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        gate = self.gate(x).sigmoid()
+        return torch.tanh(x + self.down(gate * state))
+
+
+def test_an_op_that_is_done_earlier_is_not_called_missing() -> None:
+    baseline, candidate = Gated(), GatedBefore()
+    candidate.load_state_dict(baseline.state_dict())
+    first = check(
+        baseline, candidate=candidate, inputs={"x": torch.randn(4, 8), "state": torch.zeros(4, 8)}
+    ).first_divergence
+    assert first is not None and first.hints[0].text == "mul with sigmoid.0 is done before linear, not after it"
+
+
 class Parted(nn.Module):
     """Takes a tensor apart and reads both parts in a line of both sides."""
 
