@@ -15,7 +15,13 @@ from torch.utils._traceback import CapturedTraceback
 from glassengine.program.export.export import export_module
 from glassengine.program.representation.stored import load_graph, save_program
 from glassengine.program.user_code.forward import explicit_keywords
-from glassengine.program.user_code.tracing import fast_tracing, fast_writing, is_users, without_collections, written_down
+from glassengine.program.user_code.tracing import (
+    fast_tracing,
+    fast_writing,
+    is_users,
+    without_collections,
+    written_down,
+)
 
 
 def test_collections_go_on_after_an_error() -> None:
