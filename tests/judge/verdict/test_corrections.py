@@ -334,6 +334,29 @@ def test_a_line_that_the_candidate_lacks_is_quoted() -> None:
     assert "does: x = x + y.exp(), then" in next_step(found, ["check"])
 
 
+class Placed(nn.Module):
+    """Looks up rows, which a line before it chooses."""
+
+    def forward(self, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        chosen = torch.where(order < 3, order, order[:, :1])
+        return x.gather(1, chosen).tanh()
+
+
+class PlacedElsewhere(nn.Module):
+    """The same of other rows."""
+
+    def forward(self, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        chosen = torch.where(order < 3, order, 0)
+        return x.gather(1, chosen).tanh()
+
+
+def test_the_line_of_the_baseline_is_that_which_the_candidate_has_otherwise() -> None:
+    inputs = {"x": torch.randn(4, 6), "order": torch.randint(1, 6, (4, 5))}
+    first = check(Placed(), candidate=PlacedElsewhere(), inputs=inputs).first_divergence
+    assert first is not None and (first.candidate_source or "").endswith("torch.where(order < 3, order, 0)"), first
+    assert (first.source or "").endswith("torch.where(order < 3, order, order[:, :1])"), first
+
+
 class Ordered(nn.Module):
     """Multiplies, then adds."""
 

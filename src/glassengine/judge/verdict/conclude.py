@@ -25,6 +25,7 @@ from glassengine.judge.verdict.corrections import (
     line_of_added_op,
     line_of_number,
     line_of_reader,
+    line_replaced,
     lines_of_region,
     lines_that_differ,
     with_lines,
@@ -331,6 +332,8 @@ def as_written(score: Score, program: Program, divergence: Divergence) -> Diverg
         or line_of_reader(program, own, known, divergence)
     )
     is_told = line is not None and not is_of_both(program, line)
+    if line and is_told and (ours := line_replaced(program, own, named.source, line)):
+        return dataclasses.replace(named, source=ours, candidate_source=line)
     both = None if is_told else lines_that_differ(program, own, known, divergence)
     both = both or lines_of_region(program, own, known, divergence)
     if both is not None:

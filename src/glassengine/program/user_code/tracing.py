@@ -266,7 +266,7 @@ def written_down(module: nn.Module, inputs: Mapping[str, Any]) -> nn.Module:
         return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else None, results)
 
     trace = make_fx(run, tracing_mode="real", _error_on_data_dependent_ops=False, record_stack_traces=True)
-    with tracing_real_tensors(), optimized_execution(False), _calls_in(module, calls):
+    with tracing_real_tensors(), optimized_execution(False), helper_lines(), _calls_in(module, calls):
         graph_module = trace(weights, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
     return _Repeated(module, graph_module, tuple(weights))
 
@@ -379,7 +379,8 @@ def collect_marks(graph: torch.fx.Graph) -> list[Mark]:
     return found
 
 
-NOT_THE_USERS = ("/glassengine/program/", "/torch/", "<eval_with_key>")
+_PACKAGES = ("/site-packages/", "/dist-packages/", f"{Path(torch.__file__).parent.parent}/")
+NOT_THE_USERS = ("/glassengine/program/", "<eval_with_key>", *(f"{folder}torch/" for folder in _PACKAGES))
 _INSTALLED = ("/glassengine/", "/site-packages/", "/dist-packages/", "/lib/python", "<")
 
 
