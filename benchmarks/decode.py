@@ -72,7 +72,7 @@ class Results:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    """Measure one model in all cases, and write results/decode.txt, or results/decode_1b.txt."""
+    """Measure one model in all cases, and write results/decode.txt, decode_1b.txt or decode_2_threads.txt."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks decode", description=__doc__)
     parser.add_argument("model", nargs="?", default="small", choices=MODELS)
     parser.add_argument("--backends", nargs="*", default=BACKENDS)
@@ -100,7 +100,13 @@ def main(arguments: Sequence[str] = ()) -> None:
             prompts = torch.randint(3, settings["vocab_size"], (batch, prompt))
             results = _interleave(contestants, prompts, options.rounds, dtype)
             text += ["", *_table(results, model, batch, prompt, dtype)]
-            keep("decode" if options.model == "small" else f"decode_{options.model}", "\n".join([*text, "", *notes]))
+            keep(_name(options), "\n".join([*text, "", *notes]))
+
+
+def _name(options: argparse.Namespace) -> str:
+    """Return the name of the file of results."""
+    model = "" if options.model == "small" else f"_{options.model}"
+    return f"decode{model}" + ("" if options.threads == THREADS else f"_{options.threads}_threads")
 
 
 def _case(text: str) -> tuple[int, int]:

@@ -19,67 +19,39 @@ from typing import TYPE_CHECKING
 from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
-    from glassengine import compat, lazy, metrics, profiler, snapshots, testing
-    from glassengine.backends.registry import list_backends
-    from glassengine.capture.record import record
-    from glassengine.compare.compare import compare
-    from glassengine.diagnose import check
-    from glassengine.diagnose.invariance.check import check_invariant
-    from glassengine.diagnose.snapshot_replay import replay
-    from glassengine.diagnose.training_check import check_training
-    from glassengine.engine.build.build import build
-    from glassengine.engine.run.engine import Engine
-    from glassengine.engine.run.load import load
-    from glassengine.engine.session.session import Session
-    from glassengine.errors import GlassError
-    from glassengine.executable.steps import mark_step
-    from glassengine.kernels.match import assert_matches, matches
-    from glassengine.program import sites
-    from glassengine.prompt.check import check_prompt
-    from glassengine.recording.export import export
-    from glassengine.recording.reader import Recording
-    from glassengine.recording.source import open_dump as open
-    from glassengine.recording.write.policy import Watch
-    from glassengine.results import Comparison, Divergence
-    from glassengine.rollouts.check import check_rollout
-    from glassengine.taps import tap
+    from glassengine import compat as compat
+    from glassengine import lazy as lazy
+    from glassengine import metrics as metrics
+    from glassengine import profiler as profiler
+    from glassengine import snapshots as snapshots
+    from glassengine import testing as testing
+    from glassengine.backends.registry import list_backends as list_backends
+    from glassengine.capture.record import record as record
+    from glassengine.compare.compare import compare as compare
+    from glassengine.diagnose import check as check
+    from glassengine.diagnose.invariance.check import check_invariant as check_invariant
+    from glassengine.diagnose.snapshot_replay import replay as replay
+    from glassengine.diagnose.training_check import check_training as check_training
+    from glassengine.engine.build.build import build as build
+    from glassengine.engine.run.engine import Engine as Engine
+    from glassengine.engine.run.load import load as load
+    from glassengine.engine.session.session import Session as Session
+    from glassengine.errors import GlassError as GlassError
+    from glassengine.executable.steps import mark_step as mark_step
+    from glassengine.kernels.match import assert_matches as assert_matches
+    from glassengine.kernels.match import matches as matches
+    from glassengine.program import sites as sites
+    from glassengine.prompt.check import check_prompt as check_prompt
+    from glassengine.recording.export import export as export
+    from glassengine.recording.reader import Recording as Recording
+    from glassengine.recording.source import open as open
+    from glassengine.recording.write.policy import Watch as Watch
+    from glassengine.results import Comparison as Comparison
+    from glassengine.results import Divergence as Divergence
+    from glassengine.rollouts.check import check_rollout as check_rollout
+    from glassengine.taps import tap as tap
 
 __version__ = "0.2.0"
-
-__all__ = [
-    "Comparison",
-    "Divergence",
-    "Engine",
-    "GlassError",
-    "Recording",
-    "Session",
-    "Watch",
-    "__version__",
-    "assert_matches",
-    "build",
-    "check",
-    "check_invariant",
-    "check_prompt",
-    "check_rollout",
-    "check_training",
-    "compare",
-    "compat",
-    "export",
-    "lazy",
-    "list_backends",
-    "load",
-    "mark_step",
-    "matches",
-    "metrics",
-    "open",
-    "profiler",
-    "record",
-    "replay",
-    "sites",
-    "snapshots",
-    "tap",
-    "testing",
-]
 
 # Public name -> module that defines it; a test keeps the block above equal to it.
 _PUBLIC = {
@@ -106,7 +78,7 @@ _PUBLIC = {
     "mark_step": "glassengine.executable.steps",
     "matches": "glassengine.kernels.match",
     "metrics": "glassengine.metrics",
-    "open": "glassengine.recording.source:open_dump",
+    "open": "glassengine.recording.source",
     "profiler": "glassengine.profiler",
     "record": "glassengine.capture.record",
     "replay": "glassengine.diagnose.snapshot_replay",
@@ -115,6 +87,7 @@ _PUBLIC = {
     "tap": "glassengine.taps",
     "testing": "glassengine.testing",
 }
+__all__ = ["__version__", *_PUBLIC]
 
 
 class _Package(types.ModuleType):

@@ -1,7 +1,5 @@
 """`python -m glassengine`: the command `glass` of this Python."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -10,54 +10,31 @@ build --batch-invariant` is proven by `prove_batch_invariant`, and `glass check 
 one process it is `watch_modules`.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
-    from glassengine.backends.calibration import calibrate
-    from glassengine.capture.run_script import record_script
-    from glassengine.capture.target import record_target
-    from glassengine.compare.compare import compare_many
-    from glassengine.compare.series import compare_series
-    from glassengine.diagnose.invariance.recorded import check_invariant_script
-    from glassengine.diagnose.invariance.subjects import prove_batch_invariant
-    from glassengine.diagnose.invariance.ways import batch_table
-    from glassengine.diagnose.noise_floor import measure_noise_floor
-    from glassengine.diagnose.paired_run import PairedScript, watch_scripts
-    from glassengine.diagnose.paired_steps import watch_modules
-    from glassengine.diagnose.script_floor import measure_script_floor
-    from glassengine.diagnose.side_by_side import side_by_side
-    from glassengine.program.representation.artifacts import compare_artifacts
-    from glassengine.recording.export import upload
-    from glassengine.recording.series import SeriesReader, find_series
-    from glassengine.serving.protocol import is_kind as is_served
-    from glassengine.serving.record import record_served
-
-__all__ = [
-    "PairedScript",
-    "SeriesReader",
-    "batch_table",
-    "calibrate",
-    "check_invariant_script",
-    "compare_artifacts",
-    "compare_many",
-    "compare_series",
-    "find_series",
-    "is_served",
-    "measure_noise_floor",
-    "measure_script_floor",
-    "prove_batch_invariant",
-    "record_script",
-    "record_served",
-    "record_target",
-    "side_by_side",
-    "upload",
-    "watch_modules",
-    "watch_scripts",
-]
+    from glassengine.backends.calibration import calibrate as calibrate
+    from glassengine.capture.run_script import record_script as record_script
+    from glassengine.capture.target import record_target as record_target
+    from glassengine.compare.compare import compare_many as compare_many
+    from glassengine.compare.series import compare_series as compare_series
+    from glassengine.diagnose.invariance.recorded import check_invariant_script as check_invariant_script
+    from glassengine.diagnose.invariance.subjects import prove_batch_invariant as prove_batch_invariant
+    from glassengine.diagnose.invariance.ways import batch_table as batch_table
+    from glassengine.diagnose.noise_floor import measure_noise_floor as measure_noise_floor
+    from glassengine.diagnose.paired_run import PairedScript as PairedScript
+    from glassengine.diagnose.paired_run import watch_scripts as watch_scripts
+    from glassengine.diagnose.paired_steps import watch_modules as watch_modules
+    from glassengine.diagnose.script_floor import measure_script_floor as measure_script_floor
+    from glassengine.diagnose.side_by_side import side_by_side as side_by_side
+    from glassengine.program.representation.artifacts import compare_artifacts as compare_artifacts
+    from glassengine.recording.export import upload as upload
+    from glassengine.recording.series import SeriesReader as SeriesReader
+    from glassengine.recording.series import find_series as find_series
+    from glassengine.serving.protocol import is_served as is_served
+    from glassengine.serving.record import record_served as record_served
 
 _PUBLIC = {
     "PairedScript": "glassengine.diagnose.paired_run",
@@ -69,7 +46,7 @@ _PUBLIC = {
     "compare_many": "glassengine.compare.compare",
     "compare_series": "glassengine.compare.series",
     "find_series": "glassengine.recording.series",
-    "is_served": "glassengine.serving.protocol:is_kind",
+    "is_served": "glassengine.serving.protocol",
     "measure_noise_floor": "glassengine.diagnose.noise_floor",
     "measure_script_floor": "glassengine.diagnose.script_floor",
     "prove_batch_invariant": "glassengine.diagnose.invariance.subjects",
@@ -81,4 +58,5 @@ _PUBLIC = {
     "watch_modules": "glassengine.diagnose.paired_steps",
     "watch_scripts": "glassengine.diagnose.paired_run",
 }
+__all__ = list(_PUBLIC)
 __getattr__, __dir__ = deferred(__name__, _PUBLIC)

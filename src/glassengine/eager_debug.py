@@ -5,8 +5,6 @@ thread calls from then on is compiled and run alone, until the process ends. Oth
 can stay. For a part of a script there is `with glassengine.compat.eager_debug():`.
 """
 
-from __future__ import annotations
-
 from glassengine import environment
 
 if environment.eager_debug():

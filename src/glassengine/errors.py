@@ -2,14 +2,17 @@
 
 Every message has the same parts: what failed, what was there, what was expected or is available (nearest first), and
 the exact flag or call that helps. The exit status of the command line belongs to the class. `docs/errors.md`
-lists the messages.
+lists the messages. What a user should know and is no error goes to `logger`.
 """
 
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 from collections.abc import Iterable, Sequence
+
+logger = logging.getLogger("glassengine")
 
 
 class GlassError(Exception):

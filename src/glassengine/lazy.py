@@ -7,57 +7,39 @@ and the step of an optimizer are recorded, and `mark_step()` compiles and runs a
 `mode(...)` chooses the back-end, or lets each operation run by itself.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
-    from glassengine.executable.steps import add_step_closure, mark_step
-    from glassengine.plugins.lazy.surface import (
-        device,
-        fallbacks,
-        graph,
-        is_lazy,
-        mark_dynamic,
-        mode,
-        module,
-        tensor,
-        text,
-    )
-    from glassengine.plugins.lazy.surface import pending_tensors as pending
-    from glassengine.plugins.lazy.tensor import LazyTensor
-
-__all__ = [
-    "LazyTensor",
-    "add_step_closure",
-    "device",
-    "fallbacks",
-    "graph",
-    "is_lazy",
-    "mark_dynamic",
-    "mark_step",
-    "mode",
-    "module",
-    "pending",
-    "tensor",
-    "text",
-]
+    from glassengine.executable.steps import add_step_closure as add_step_closure
+    from glassengine.executable.steps import mark_step as mark_step
+    from glassengine.plugins.lazy.dispatching import fallbacks as fallbacks
+    from glassengine.plugins.lazy.surface import device as device
+    from glassengine.plugins.lazy.surface import graph as graph
+    from glassengine.plugins.lazy.surface import is_lazy as is_lazy
+    from glassengine.plugins.lazy.surface import mark_dynamic as mark_dynamic
+    from glassengine.plugins.lazy.surface import mode as mode
+    from glassengine.plugins.lazy.surface import module as module
+    from glassengine.plugins.lazy.surface import pending as pending
+    from glassengine.plugins.lazy.surface import tensor as tensor
+    from glassengine.plugins.lazy.surface import text as text
+    from glassengine.plugins.lazy.tensor import LazyTensor as LazyTensor
 
 _PUBLIC = {
     "LazyTensor": "glassengine.plugins.lazy.tensor",
     "add_step_closure": "glassengine.executable.steps",
     "device": "glassengine.plugins.lazy.surface",
-    "fallbacks": "glassengine.plugins.lazy.surface",
+    "fallbacks": "glassengine.plugins.lazy.dispatching",
     "graph": "glassengine.plugins.lazy.surface",
     "is_lazy": "glassengine.plugins.lazy.surface",
     "mark_dynamic": "glassengine.plugins.lazy.surface",
     "mark_step": "glassengine.executable.steps",
     "mode": "glassengine.plugins.lazy.surface",
     "module": "glassengine.plugins.lazy.surface",
-    "pending": "glassengine.plugins.lazy.surface:pending_tensors",
+    "pending": "glassengine.plugins.lazy.surface",
     "tensor": "glassengine.plugins.lazy.surface",
     "text": "glassengine.plugins.lazy.surface",
 }
+__all__ = list(_PUBLIC)
 __getattr__, __dir__ = deferred(__name__, _PUBLIC)

@@ -5,8 +5,6 @@ takes such a text, of either age of that program, or the JSON of ours; `merge()`
 one. `compilations()` names the cause of each compilation, `cache()` every hit and miss of the cache on disk.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from glassengine.deferred import deferred

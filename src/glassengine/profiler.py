@@ -5,8 +5,6 @@ module in its place. `profile` takes a profile of a block, `request` one of a pr
 `read` returns the newest profile of a directory with the one before.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from glassengine.deferred import deferred

@@ -8,13 +8,12 @@ of a module is also the output of its last op); they then share `node`.
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 from glassengine.errors import UnknownNameError, UsageError
@@ -67,7 +66,7 @@ class Site:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
-        return dataclasses.asdict(self)
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Site:
@@ -273,8 +272,8 @@ def unnamed_entries(tree: Any) -> dict[Any, Any] | list[Any] | None:
     if pytree.tree_is_leaf(tree) or (known is not None and known.flatten_with_keys_fn is None):
         if isinstance(tree, Mapping):
             return dict(tree.items())
-        if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-            return {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
+        if is_dataclass(tree) and not isinstance(tree, type):
+            return {field.name: getattr(tree, field.name) for field in fields(tree)}
         if known is not None:
             return list(known.flatten_fn(tree)[0])
     return None

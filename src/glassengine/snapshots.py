@@ -5,8 +5,6 @@
 one of them, `list` finds those of a directory, and `glassengine.replay` runs one.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from glassengine.deferred import deferred

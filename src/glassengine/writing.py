@@ -11,8 +11,10 @@ import json
 import os
 import re
 import shutil
+import socket
 import stat
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
@@ -138,6 +140,36 @@ def save_safetensors(
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+
+
+def write_events(directory: Path, values: Iterable[tuple[int, Mapping[str, Any]]], end: str) -> Path:
+    """Write an event file of TensorBoard into a directory, and return it.
+
+    Args:
+        directory: Is made where it is missing.
+        values: Of each value the step, and the fields of `Summary.Value`.
+        end: Of the name of the file.
+
+    Raises:
+        ImportError: TensorBoard, an extra, is not installed.
+        OSError: It cannot be written.
+    """
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    # Not by its SummaryWriter, a thread of which writes: what goes wrong there is a traceback of that thread.
+    directory.mkdir(parents=True, exist_ok=True)
+    written, now = io.BytesIO(), time.time()
+    records = RecordWriter(written)
+    records.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
+    for step, value in values:
+        summary = Summary(value=[Summary.Value(**value)])
+        records.write(Event(wall_time=now, step=step, summary=summary).SerializeToString())
+    target = directory / f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}.{end}"
+    with aside(target) as path:
+        path.write_bytes(written.getvalue())
+    return target
 
 
 def hold(file: int) -> None:

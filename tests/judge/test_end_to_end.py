@@ -132,6 +132,18 @@ def test_results_below_a_tie_are_exempt_where_the_choice_differs() -> None:
         assert found.exempt == (0.25 if may_tie else 0.0)
 
 
+def test_what_a_run_that_chose_otherwise_explains_is_called_so() -> None:
+    program, tied = one_layer(), torch.ones(4, 8, dtype=torch.bool)
+    exact = reference(None).exact
+    other = Reference(exact, exact.float(), [exact * 1.001], dtype=torch.float32, valid=None, tied=tied)
+    for value, said in ((exact * 1.002, "within what a tie inside may change: "), (exact, "within rounding: ")):
+        ends = EndToEnd(program, "candidate")
+        given = {"output": value.float() * (1 + 1e-7)}
+        ends.compare(program.output_nodes["output"], other, given, {}, where=("a case", 0), may_tie=False)
+        (found,) = ends.compared
+        assert found.agrees and said in found.in_words()
+
+
 def one_layer() -> Program:
     return export_module(nn.Linear(8, 8).eval(), [{"input": torch.ones(4, 8)}])
 

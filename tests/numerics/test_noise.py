@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from glassengine.numerics.float64 import U_ACCUMULATE
-from glassengine.numerics.noise import ExactProduct, uniform
+from glassengine.numerics.noise import ExactProduct, rounds, uniform
 
 aten = torch.ops.aten
 U = 2.0**-24
@@ -124,3 +124,9 @@ def test_uniform_noise_has_the_mean_and_the_spread_of_uniform_noise() -> None:
     assert float((found[0] * found[1]).mean()) == pytest.approx(0, abs=5e-3)
     assert torch.equal(found, uniform((3, 70_001), generator())), "the same from the same seed"
     assert uniform((), generator()).shape == () and uniform((0, 4), generator()).shape == (0, 4)
+
+
+@pytest.mark.parametrize("target", [aten.floor.default, aten.round.default, aten.sign.default])
+def test_whole_numbers_are_not_rounded(target: Any) -> None:
+    assert not rounds(node_of(target))
+    assert rounds(node_of(aten.exp.default))

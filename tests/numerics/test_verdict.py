@@ -245,3 +245,11 @@ def test_what_hangs_on_a_tie_may_be_any_number_but_no_nan(exact: torch.Tensor) -
     assert reference.judge(candidate).verdict == "wrong"
     candidate[1, 2, 3], candidate[1, 3, 3] = 7.0, 7.0
     assert reference.judge(candidate).verdict == "wrong"
+
+
+def test_a_run_that_makes_another_number_of_rows_says_nothing_of_rounding(exact: torch.Tensor) -> None:
+    rows = exact[0]
+    runs = [rows + 1e-6, torch.cat([rows, rows[:1]])]
+    reference = Reference(rows, rows.float(), runs, dtype=torch.float32, valid=None)
+    assert reference.judge(rows.float() + 1e-6).verdict == "rounding"
+    assert reference.judge(rows.float() * 1.1).verdict == "wrong"

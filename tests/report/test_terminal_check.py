@@ -160,6 +160,14 @@ def test_an_answer_begins_with_results_inputs_and_coverage(found: Comparison) ->
     assert "judged   2 float tensors: 100% op by op" in rest
 
 
+def test_an_answer_says_why_no_result_is_compared(found: Comparison) -> None:
+    without = dataclasses.replace(found, results=())
+    assert "results  not compared: the candidate has none of the baseline" in screen(without)
+    random = Skipped("output", "both", "not compared end to end: every run draws new random numbers")
+    lines = screen(dataclasses.replace(without, skipped=(random,)))
+    assert "results  not compared end to end: every run draws new random numbers" in lines
+
+
 def test_f41_what_judged_nothing_is_not_called_identical(found: Comparison) -> None:
     empty = dataclasses.replace(found.levels[0], name="empty", num_judged=0, coverage=0.0, verdict="identical")
     lines = screen(dataclasses.replace(found, levels=(empty,)))

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from glassengine.report.words import headline, hint_details, ratio, untried
-from glassengine.results import Comparison, Hint
+from glassengine.report.words import headline, hint_details, ratio, results_shown, untried
+from glassengine.results import Comparison, Hint, ResultComparison
 from glassengine.results.sentences import mistake
 
 
@@ -67,3 +67,18 @@ def test_a_ratio_has_three_digits_and_no_exponent_where_it_needs_none() -> None:
     assert [ratio(value) for value in (0.208, 8062.0, 99949.0, 1e5, 9.02e36)] == [
         "0.208", "8060", "99900", "1.00e+5", "9.02e+36",
     ]  # fmt: skip
+
+
+def test_the_results_of_the_worst_comparison_are_shown_and_else_those_of_the_last(wrong: Comparison) -> None:
+    bad = dataclasses.replace(wrong.results[0], verdict="wrong")
+    good = dataclasses.replace(bad, verdict="rounding")
+    last = dataclasses.replace(good, level="candidate, untouched")
+    first = dataclasses.replace(good, name="another")
+
+    def shown(*results: ResultComparison) -> tuple[ResultComparison, ...]:
+        return tuple(results_shown(dataclasses.replace(wrong, results=results)))
+
+    assert shown() == ()
+    assert shown(good, last) == (last,)
+    assert shown(first, bad, last) == (bad, first)
+    assert shown(bad, dataclasses.replace(bad, level=last.level)) == (dataclasses.replace(bad, level=last.level),)

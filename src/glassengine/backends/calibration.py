@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
@@ -20,12 +19,10 @@ from glassengine import environment
 from glassengine.backends.kernel_sweep import sweep
 from glassengine.backends.protocol.backend import Backend
 from glassengine.backends.registry import find_backend, list_backends
-from glassengine.errors import GlassError
+from glassengine.errors import GlassError, logger
 from glassengine.numerics.kernels import UNMEASURED, KernelError, Kernels, joined
 from glassengine.reading.documents import read_document
 from glassengine.writing import aside, private_directory
-
-logger = logging.getLogger("glassengine")
 
 SCHEMA_VERSION = 1
 _SETS = ("amx_tile", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")

@@ -5,7 +5,6 @@ Arguments cover the range of each function: both signs, sizes from 2^-30 to wher
 
 from __future__ import annotations
 
-import logging
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from glassengine.backends.protocol.backend import Backend
+from glassengine.errors import logger
 from glassengine.numerics.bounds import has_bound, rounding_bound
 from glassengine.numerics.float64 import Operation, Roundoff
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
@@ -30,8 +30,6 @@ from glassengine.program.representation.program import Program
 
 if TYPE_CHECKING:
     import onnx
-
-logger = logging.getLogger("glassengine")
 
 NUM_POINTS = 1 << 16
 _ROW = 64

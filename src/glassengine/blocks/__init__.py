@@ -12,26 +12,14 @@ from typing import TYPE_CHECKING
 from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
-    from glassengine.blocks.arithmetic import RawDifference, merged
-    from glassengine.blocks.pieces import (
-        BLOCK_ELEMENTS,
-        agree,
-        blocks,
-        difference,
-        flat,
-        widen,
-    )
-
-__all__ = [
-    "BLOCK_ELEMENTS",
-    "RawDifference",
-    "agree",
-    "blocks",
-    "difference",
-    "flat",
-    "merged",
-    "widen",
-]
+    from glassengine.blocks.arithmetic import RawDifference as RawDifference
+    from glassengine.blocks.arithmetic import merged as merged
+    from glassengine.blocks.pieces import BLOCK_ELEMENTS as BLOCK_ELEMENTS
+    from glassengine.blocks.pieces import agree as agree
+    from glassengine.blocks.pieces import blocks as blocks
+    from glassengine.blocks.pieces import difference as difference
+    from glassengine.blocks.pieces import flat as flat
+    from glassengine.blocks.pieces import widen as widen
 
 _PUBLIC = {
     "BLOCK_ELEMENTS": "glassengine.blocks.pieces",
@@ -43,4 +31,5 @@ _PUBLIC = {
     "merged": "glassengine.blocks.arithmetic",
     "widen": "glassengine.blocks.pieces",
 }
+__all__ = list(_PUBLIC)
 __getattr__, __dir__ = deferred(__name__, _PUBLIC)

@@ -7,6 +7,7 @@ step: as in a run that takes one microbatch after the other.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -121,7 +122,7 @@ class ParameterHooks:
         self._backward = -1
         # Of each step that has not ended, how often what was delivered.
         self._num_seen: dict[int, Counter[str]] = {}
-        self._handles: list[Any] = []
+        self._hooks = contextlib.ExitStack()
         # What has been computed of a parameter in a backward, and not been added to it.
         self._coming_ones: dict[Tensor, Tensor] = {}
         # Those whose step goes on, and those that ended within the step of another one.
@@ -135,19 +136,17 @@ class ParameterHooks:
             for parameter in self._names:
                 if parameter.requires_grad:
                     handle = parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
-                    self._handles.append(handle)
+                    self._hooks.enter_context(handle)
                     if self._microbatches.are_several and not self._is_exchanged:
                         coming = functools.partial(self._coming, parameter)
-                        self._handles.append(parameter.register_hook(coming))  # type: ignore[no-untyped-call]
+                        self._hooks.enter_context(parameter.register_hook(coming))  # type: ignore[no-untyped-call]
         if self._optimizer:
-            self._handles.append(register_optimizer_step_pre_hook(self._begins))
-            self._handles.append(register_optimizer_step_post_hook(self._ends))
+            self._hooks.enter_context(register_optimizer_step_pre_hook(self._begins))
+            self._hooks.enter_context(register_optimizer_step_post_hook(self._ends))
 
     def detach(self) -> None:
         """Remove every hook."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
 
     def _coming(self, parameter: Tensor, gradient: Tensor) -> None:
         """Note a gradient that a schedule may take to itself (zero bubble): it adds it up when the backward is over."""

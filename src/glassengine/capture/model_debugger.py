@@ -166,17 +166,16 @@ class _Notes:
         self._pruned = re.compile(pruned) if pruned is not None else None
         self._modules = dict.fromkeys(model.modules())
         self._open = threading.local()
-        self._handles: list[Any] = []
+        self._hooks = contextlib.ExitStack()
 
     def __enter__(self) -> _Notes:
         for module in self._modules:
-            self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._after, always_call=True))
+            self._hooks.enter_context(module.register_forward_pre_hook(self._before, with_kwargs=True))
+            self._hooks.enter_context(module.register_forward_hook(self._after, always_call=True))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():

@@ -205,15 +205,8 @@ def run_program(
     missing = [port.name for port in program.inputs if port.name not in inputs]
     if missing:
         raise UsageError("inputs are missing", got=", ".join(inputs), expected=", ".join(missing))
-    by_node = {port.node: inputs[port.name] for port in program.inputs} | program.weights()
-    placeholders = [n.name for n in program.graph.nodes if n.op == "placeholder"]
-    specs: Any = program.exported.graph_signature.output_specs
-    with torch.no_grad():
-        results = _Observing(program, observer, graft).run(
-            *(by_node.get(name) for name in placeholders), enable_io_processing=False
-        )
-    by_output = {spec.arg.name: value for spec, value in zip(specs, results, strict=True)}
-    return {name: by_output[node] for name, node in program.output_nodes.items()}
+    results = program.interpreted(_Observing(program, observer, graft), inputs)
+    return {name: results[node] for name, node in program.output_nodes.items()}
 
 
 _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

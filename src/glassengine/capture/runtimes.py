@@ -314,13 +314,7 @@ class Runtimes:
         if given is None:
             return run(*args, **kwargs)
         session, names, inputs = list(given.arguments.values())[:3]
-        try:
-            results = run(*args, **kwargs)
-        except Exception as error:
-            self._note_session(session, names, inputs, (), _reason(error))
-            raise
-        self._note_session(session, names, inputs, results, None)
-        return results
+        return _noted(run, args, kwargs, functools.partial(self._note_session, session, names, inputs))
 
     def _session_run_later(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = _bound(run, args, kwargs)
@@ -329,7 +323,7 @@ class Runtimes:
         session, names, inputs, callback = list(given.arguments.values())[:4]
 
         def ended(results: Any, data: Any, error: str) -> None:
-            self._note_session(session, names, inputs, () if error else results, error or None)
+            self._note_session(session, names, inputs, results, error or None)
             callback(results, data, error)
 
         given.arguments["callback"] = ended
@@ -340,7 +334,8 @@ class Runtimes:
     ) -> None:
         wanted = names or [output.name for output in session.get_outputs()]
         found = [(f".:in.{name}", value) for name, value in inputs.items()]
-        found += [(f".:out.{name}", value) for name, value in zip(wanted, results, strict=False)]
+        made = results if stopped is None else ()
+        found += [(f".:out.{name}", value) for name, value in zip(wanted, made, strict=False)]
         self._note(RuntimeRun(session, _session_source, found, stopped))
 
     def _observe_openvino(self, openvino: ModuleType) -> None:
@@ -359,13 +354,7 @@ class Runtimes:
         return request
 
     def _request_run(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        try:
-            results = run(*args, **kwargs)
-        except Exception as error:
-            self._note_request(args[0], _reason(error))
-            raise
-        self._note_request(args[0], None)
-        return results
+        return _noted(run, args, kwargs, lambda _, stopped: self._note_request(args[0], stopped))
 
     def _request_begun(self, begin: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         begun = begin(*args, **kwargs)
@@ -373,20 +362,12 @@ class Runtimes:
         return begun
 
     def _request_waited(self, wait: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        request = args[0]
-        try:
-            ended = wait(*args, **kwargs)
-        except Exception as error:
-            self._note_begun(request, _reason(error))
-            raise
-        if ended is not False:  # the time to wait was long enough
-            self._note_begun(request, None)
-        return ended
+        def note(ended: Any, stopped: str | None) -> None:
+            if ended is not False and args[0] in self._begun:  # the time to wait was long enough
+                self._begun.discard(args[0])
+                self._note_request(args[0], stopped)
 
-    def _note_begun(self, request: Any, stopped: str | None) -> None:
-        if request in self._begun:
-            self._begun.discard(request)
-            self._note_request(request, stopped)
+        return _noted(wait, args, kwargs, note)
 
     def _note_request(self, request: Any, stopped: str | None) -> None:
         found: list[tuple[str, Any]] = []
@@ -400,34 +381,31 @@ class Runtimes:
         self._note(RuntimeRun(self._models.get(request, request), _request_source, found, stopped))
 
     def _observe_packages(self, module: ModuleType) -> None:
-        def observed(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return self._call(run, args, kwargs, _package_source)
-
-        self._replace(getattr(module, "AOTICompiledModel", None), "__call__", observed)
+        called = functools.partial(self._call, _package_source)
+        self._replace(getattr(module, "AOTICompiledModel", None), "__call__", called)
 
     def scripted_call(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a scripted module, the first of `args`, and note its inputs and results."""
-        return self._call(call, args, kwargs, _scripted_source)
+        return self._call(_scripted_source, call, args, kwargs)
 
     def _call(
         self,
+        describe: Callable[[Any], RunSource],
         call: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        describe: Callable[[Any], RunSource],
     ) -> Any:
         owner, *given = args
         inputs = [*tensors_in(".:in", tuple(given)), *tensors_in(".:in", kwargs)]
         # Compiled code may write into what it was given.
         found: list[tuple[str, Any]] = [(site, tensor.detach().clone()) for site, tensor in inputs]
-        try:
-            result = call(*args, **kwargs)
-        except Exception as error:
-            self._note(RuntimeRun(owner, describe, found, _reason(error)))
-            raise
-        found += [(ROOT if site == ":out" else ROOT + site, tensor) for site, tensor in tensors_in(":out", result)]
-        self._note(RuntimeRun(owner, describe, found, None))
-        return result
+
+        def note(result: Any, stopped: str | None) -> None:
+            made = tensors_in(":out", result) if stopped is None else ()
+            results = [(ROOT if site == ":out" else ROOT + site, tensor) for site, tensor in made]
+            self._note(RuntimeRun(owner, describe, [*found, *results], stopped))
+
+        return _noted(call, args, kwargs, note)
 
 
 def _bound(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments | None:
@@ -438,8 +416,17 @@ def _bound(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return None
 
 
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _noted(
+    call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], note: Callable[[Any, str | None], None]
+) -> Any:
+    """Call, and note what it returns, or what it raises, in words."""
+    try:
+        result = call(*args, **kwargs)
+    except Exception as error:
+        note(None, f"{type(error).__name__}: {error}")
+        raise
+    note(result, None)
+    return result
 
 
 def _of_ports(request: Any, ports: Iterable[Any], port: str) -> list[tuple[str, Any]]:

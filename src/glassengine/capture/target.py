@@ -8,7 +8,6 @@ other in a row.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from glassengine.accelerators import require_device
 from glassengine.capture.intake import Intake, Writer
 from glassengine.capture.module_hooks import ModuleHooks
 from glassengine.capture.record import own_directory, record
-from glassengine.errors import IncomparableError, UsageError
+from glassengine.errors import IncomparableError, UsageError, logger
 from glassengine.program.generation import LoadedModel
 from glassengine.program.inputs.modules import stored_inputs
 from glassengine.program.inputs.user_inputs import load_inputs
@@ -31,12 +30,11 @@ from glassengine.program.loading.load import load_model
 from glassengine.program.user_code.calls import forward_errors
 from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import LeftOut
+from glassengine.recording.reader import Recording
 from glassengine.recording.source import TensorSource, open_source
 from glassengine.recording.write.policy import RecordingPolicy, WhenBehind
 from glassengine.results.recorded import RecordedTarget
 from glassengine.stores.places import place
-
-logger = logging.getLogger("glassengine")
 
 
 def record_target(
@@ -153,8 +151,6 @@ def record_target(
             observe(writer, [tokens[:, :-1] for tokens in made])
 
         then(path, run_again)
-    from glassengine.recording.reader import Recording
-
     opened = Recording.open(path)
     total = sum(entry.nbytes for entry in opened.entries)
     return RecordedTarget(str(path), len(opened.steps), len(opened.entries), len(opened.left_out), total)

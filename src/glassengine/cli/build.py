@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -26,9 +27,6 @@ from glassengine.cli.shared import (
 from glassengine.errors import UsageError
 from glassengine.progress import Work
 from glassengine.results import BatchProof
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 CONTEXT_SETTINGS = foreign.CONTEXT_SETTINGS
 

@@ -10,6 +10,7 @@ import glassengine as glass
 from glassengine.cli.documents import answer
 from glassengine.cli.options import print_answer
 from glassengine.cli.shared import Python
+from glassengine.report.terminal_without_tensors import prompt
 
 _FORMS = "Directory of transformers, FILE.gguf, genai:DIR, openvino:DIR, vllm:DIR, or FILE.model of sentencepiece."
 
@@ -24,13 +25,7 @@ def command(
     No model is run. Exit status: 0 the same, 1 something differs, 4 no tokens were comparable.
     """
     result = glass.check_prompt(baseline, candidate, python=python)
-
-    def show() -> None:
-        from glassengine.report.terminal_without_tensors import prompt
-
-        print_answer(prompt(result))
-
-    answer(result.to_dict, show)
+    answer(result.to_dict, lambda: print_answer(prompt(result)))
     if result.ok:
         return 0
     return 1 if result.wrong else 4

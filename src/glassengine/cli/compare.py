@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -20,10 +21,14 @@ from glassengine.cli.shared import Cluster, Map, MinCoverage, MinSnr, TrustEngin
 from glassengine.errors import GlassError, UsageError
 from glassengine.progress import Work
 from glassengine.reading.documents import read_document
+from glassengine.report.terminal_compare import (
+    artifact_comparison,
+    comparison,
+    comparisons,
+    series_comparison,
+    side_by_side,
+)
 from glassengine.stores.places import place
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _SHARES = ((Work.JUDGING, 1.0),)
 _ARTIFACTS = "build artifacts"
@@ -153,8 +158,6 @@ def _tensors(baseline: str, candidates: Sequence[str], options: dict[str, Any], 
         one = glass.compare(baseline, candidates[0], **options, progress=progress)
 
     def show() -> None:
-        from glassengine.report.terminal_compare import comparison
-
         print_answer(comparison(one, settings.words))
 
     status = 0 if one.ok else 4 if one.too_little else 1
@@ -166,8 +169,6 @@ def _many(baseline: str, candidates: Sequence[str], options: dict[str, Any], ans
         many = commands.compare_many(baseline, candidates, **options, progress=progress)
 
     def show() -> None:
-        from glassengine.report.terminal_compare import comparisons
-
         print_answer(comparisons(many))
 
     status = 0 if many.ok else 4 if many.too_little else 1
@@ -179,13 +180,7 @@ def _engines(sides: Sequence[str], options: dict[str, Any], report: str | None) 
     steps = {"max_new_tokens": options["max_new_tokens"]} if options["max_new_tokens"] is not None else {}
     trust = bool(options["trust_engine"])
     result = commands.side_by_side(sides, prompts=options["input_text"], trust_engine=trust, **steps)
-
-    def show() -> None:
-        from glassengine.report.terminal_compare import side_by_side
-
-        print_answer(side_by_side(result))
-
-    answer(result.to_dict, show)
+    answer(result.to_dict, lambda: print_answer(side_by_side(result)))
     write_beside(result, report)
     return 0 if result.ok else 1
 
@@ -197,13 +192,7 @@ def _artifacts(sides: Sequence[str], report: str | None) -> int:
     places = [place(side) for side in sides]
     directories = [side.parent if side.is_file() else side for side in places]
     result = commands.compare_artifacts(*directories)
-
-    def show() -> None:
-        from glassengine.report.terminal_compare import artifact_comparison
-
-        print_answer(artifact_comparison(result))
-
-    answer(result.to_dict, show)
+    answer(result.to_dict, lambda: print_answer(artifact_comparison(result)))
     write_beside(result, report)
     differs = any(stage.status != "identical" for stage in result.stages) or result.differences or result.files
     return 0 if result.ok else 1 if differs else 4
@@ -221,8 +210,6 @@ def _compare_watched(sides: Sequence[str], report: str | None) -> int:
     result = commands.compare_series(*sides)
 
     def show() -> None:
-        from glassengine.report.terminal_compare import series_comparison
-
         print_answer(series_comparison(result))
         if not settings.quiet:
             err.print("values that both have recorded: glass compare --no-series " + " ".join(sides))

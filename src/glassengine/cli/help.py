@@ -17,8 +17,8 @@ _SECTIONS = {
     "Inputs": "inputs input_text input_ids input_file chat image tokenizer steps tokens_of max_new_tokens "
     "prefill_chunk",
     "Training": "optimizer candidate_optimizer loss gradients microbatches watch trigger tracker",
-    "How it is judged": "fail_on min_coverage min_snr rtol atol accum drift only invariant all_levels bisect_outputs "
-    "graft graft_until_clean suggest_precision first jobs cluster noise_floor",
+    "How it is judged": "fail_on min_coverage min_snr rtol atol accumulation drift only invariant all_levels "
+    "bisect_outputs graft graft_until_clean suggest_precision first jobs cluster noise_floor",
     "Engines": "backend batch_invariant session_options library python against as_deployed trust_engine add_output",
     "Selection": "step rank nonfinite values full plot sites",
     "Sampling": "do_sample temperature top_k top_p repetition_penalty seed",

@@ -11,6 +11,7 @@ from glassengine.cli.documents import answer
 from glassengine.cli.options import print_answer, progress, settings
 from glassengine.cli.record import read_script_line
 from glassengine.errors import UsageError
+from glassengine.report.terminal_without_tensors import invariance
 
 
 def check(target: Sequence[str], invariant: Sequence[str], given: Sequence[str], options: Mapping[str, Any]) -> int:
@@ -40,11 +41,5 @@ def check(target: Sequence[str], invariant: Sequence[str], given: Sequence[str],
             if line is None
             else commands.check_invariant_script(line.script, line.arguments, line.is_module, invariant=invariant)
         )
-
-    def show() -> None:
-        from glassengine.report.terminal_without_tensors import invariance
-
-        print_answer(invariance(result, settings.words))
-
-    answer(result.to_dict, show)
+    answer(result.to_dict, lambda: print_answer(invariance(result, settings.words)))
     return 0 if result.ok else 4 if result.too_little else 1

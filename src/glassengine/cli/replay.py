@@ -12,6 +12,7 @@ from glassengine.cli.options import print_answer, stages
 from glassengine.cli.report import require_place, write_beside
 from glassengine.cli.shared import Report
 from glassengine.progress import Work
+from glassengine.report.terminal_check import replayed
 
 
 def command(
@@ -50,12 +51,6 @@ def command(
             reproduction=reproduction,
             progress=progress,
         )
-
-    def show() -> None:
-        from glassengine.report.terminal_check import replayed
-
-        print_answer(replayed(result))
-
-    answer(result.to_dict, show)
+    answer(result.to_dict, lambda: print_answer(replayed(result)))
     write_beside(result, report)
     return 0 if result.ok else 1

@@ -13,6 +13,7 @@ from glassengine.cli.options import print_answer, settings
 from glassengine.cli.record import ScriptLine, read_script_line
 from glassengine.cli.shared import Map
 from glassengine.errors import UsageError
+from glassengine.report.terminal_compare import comparison
 
 _USAGE = "glass watch 'a.py ARGS' -- b.py ARGS"
 
@@ -46,8 +47,6 @@ def command(
     )
 
     def show() -> None:
-        from glassengine.report.terminal_compare import comparison
-
         print_answer(comparison(one, settings.words))
         print_answer(one.notes[-1])
 

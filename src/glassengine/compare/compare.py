@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from glassengine import environment
-from glassengine.compare.judge import BY_FLOOR, BY_GIVEN_TOLERANCE, severity
+from glassengine.compare.judge import BY_FLOOR, BY_GIVEN_TOLERANCE
 from glassengine.compare.matching.maps import TensorMap, load_map
 from glassengine.compare.matching.matching import MatchedPair
 from glassengine.compare.matching.sources import ExecutionOrder, SourceWrapper, phase_of
@@ -54,6 +54,7 @@ from glassengine.results import (
     Skipped,
     counts_of,
     over_budget,
+    severity,
     worst,
 )
 from glassengine.results.comparison import Comparisons
@@ -359,9 +360,6 @@ def first_divergence(pairs: Packed, judged: Sequence[MatchedPair], judging: Judg
         source=source if isinstance(source, str) else None,
         verdict=pair.verdict,
         noise_ratio=pair.noise_ratio,
-        bound_ratio=None,
-        introduced=None,
-        inherited=None,
         hints=hints,
         candidate_source=other if isinstance(other, str) else None,
         rank=rank,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,7 +47,7 @@ from glassengine.numerics.limits import both_may_hide, is_floating, limits, with
 from glassengine.numerics.slices import Means, Slices, figures_of, noise_ratio, slices, sums_of_squares
 from glassengine.numerics.tolerance import Tolerance, tolerance
 from glassengine.recording.layout.noise_floor import NoiseFloor, StoredFloor
-from glassengine.results import VERDICTS, Figures, Pair, Summary, Verdict
+from glassengine.results import Figures, Pair, Summary, Verdict
 from glassengine.writing import crc32_joined
 
 BY_FLOOR = "noise floor"
@@ -120,7 +119,7 @@ class PairJudge(PairLoader):
             y = y._replace(array=y.array + share.array) if share.array.shape == y.array.shape else y
         if x.array.shape != y.array.shape:
             what = layouts.difference(x.array.shape, y.array.shape, match.baseline.site)
-            pair = dataclasses.replace(self.pair_of(match), verdict="wrong", judged_by=BY_SHAPE, reason=what)
+            pair = replace(self.pair_of(match), verdict="wrong", judged_by=BY_SHAPE, reason=what)
             return PairVerdict(pair, None, counted)
         allowed = self.tolerance(match, x.dtype, y.dtype)
         raw = self._difference(x, y, allowed)
@@ -132,11 +131,11 @@ class PairJudge(PairLoader):
         drift = drift_of(x, y) if self.has_drift else None
         pair = self.verdict(match, figures, _kind(x), _kind(y), drift, functools.partial(slices, x, y))
         if pair.reason == IF_COARSE and _are_coarse(x, y):
-            pair = dataclasses.replace(pair, verdict="suspicious", reason=COARSE)
+            pair = replace(pair, verdict="suspicious", reason=COARSE)
         if not figures.num_different and is_floating(x.dtype) and raw.num_elements and not raw.num_finite:
-            pair = dataclasses.replace(pair, reason="no value is finite, on either side")
+            pair = replace(pair, reason="no value is finite, on either side")
         if pair.reason == ROUNDED and self._is_another_update(match, y.array, x.array):
-            pair = dataclasses.replace(pair, verdict="wrong", reason=None)
+            pair = replace(pair, verdict="wrong", reason=None)
         return PairVerdict(pair, drift, counted)
 
     def row_figures(self, match: MatchedPair, first: int, end: int) -> RowFigures:
@@ -178,7 +177,7 @@ class PairJudge(PairLoader):
         """Return the verdict on a pair that is known to hold the same bytes on both sides."""
         allowed = self.tolerance(match, match.baseline.dtype, match.candidates[0].dtype)
         figures = _no_difference(math.prod(match.baseline.shape), allowed)
-        pair = dataclasses.replace(self.pair_of(match), figures=figures)
+        pair = replace(self.pair_of(match), figures=figures)
         return PairVerdict(pair, None, self.count(match, match.baseline.shape))
 
     def verdict(
@@ -202,7 +201,7 @@ class PairJudge(PairLoader):
         """
         reason = None if x.dtype == y.dtype else f"dtypes differ: {x.dtype} and {y.dtype}"
         verdict: Verdict = "identical" if figures.num_different == 0 else "rounding" if figures.allclose else "wrong"
-        pair = dataclasses.replace(self.pair_of(match), verdict=verdict, figures=figures, reason=reason)
+        pair = replace(self.pair_of(match), verdict=verdict, figures=figures, reason=reason)
         if figures.num_different == 0:
             return pair
         floor = self.floor_of(match)
@@ -211,22 +210,22 @@ class PairJudge(PairLoader):
             if why_not is None:
                 found = noise_ratio(of_slices(), floor, self.floor.relative(match.baseline), x.dtype)
                 by_floor: Verdict = "wrong" if found > WRONG else "suspicious" if found > SUSPICIOUS else "rounding"
-                return dataclasses.replace(pair, verdict=by_floor, noise_ratio=found, judged_by=BY_FLOOR)
-            pair = dataclasses.replace(pair, reason="; ".join(filter(None, (reason, why_not))))
+                return replace(pair, verdict=by_floor, noise_ratio=found, judged_by=BY_FLOOR)
+            pair = replace(pair, reason="; ".join(filter(None, (reason, why_not))))
         is_unknown = not self.is_given and is_small(figures, Tolerance(figures.rtol, figures.atol), x.dtype)
         is_apart = is_unknown or not figures.allclose
         if drift is not None and self.is_drift and is_apart and not figures.num_nonfinite_mismatch:
             is_real = is_floating(x.dtype) and is_floating(y.dtype)
             left = by_drift(drift, num_elements=math.prod(x.shape), is_real=is_real)
-            return dataclasses.replace(pair, verdict=left, judged_by=BY_PRECISION)
+            return replace(pair, verdict=left, judged_by=BY_PRECISION)
         if is_unknown:
             small: Verdict = "wrong" if is_multiple(figures) else "suspicious"
-            return dataclasses.replace(pair, verdict=small, reason=SCALED if small == "wrong" else TOO_SMALL)
+            return replace(pair, verdict=small, reason=SCALED if small == "wrong" else TOO_SMALL)
         noise = self.noise_of(match) if pair.verdict == "wrong" else None
         if noise is not None and may_be_rounding(figures, of_slices(), noise):
-            return dataclasses.replace(pair, verdict="suspicious", reason=ROUNDED)
+            return replace(pair, verdict="suspicious", reason=ROUNDED)
         if not self.is_given and pair.verdict == "wrong" and may_be_coarse(figures, x.dtype, y.dtype):
-            return dataclasses.replace(pair, reason=IF_COARSE)
+            return replace(pair, reason=IF_COARSE)
         return pair
 
     def statistics(self, match: MatchedPair) -> tuple[Summary, Summary, Summary | None, Summary | None]:
@@ -305,15 +304,6 @@ def rows_of(match: MatchedPair, num_bytes: int, first: int = 0, end: int | None 
     return [(start, min(end, start + at_once)) for start in range(first, end, at_once)]
 
 
-def severity(pair: Pair) -> tuple[float, ...]:
-    """Return a key that sorts pairs: by verdict, then different shapes before non-finite before size of the error."""
-    rank = float(VERDICTS.index(pair.verdict))
-    if pair.figures is None:
-        return (rank, 1.0)
-    size = -math.inf if math.isnan(pair.figures.snr_db) else -pair.figures.snr_db
-    return (rank, 0.0, float(pair.figures.num_nonfinite_mismatch > 0), size)
-
-
 def _summary(stream: Stream, of: ArrayValues) -> Summary:
     return Summary(shape=of.array.shape, dtype=of.dtype, **vars(statistics_of(stream)))
 
@@ -334,7 +324,7 @@ def _known(found: Slices | None) -> Slices:
 @functools.lru_cache(maxsize=256)
 def _no_difference(num_elements: int, allowed: Tolerance) -> Figures:
     figures = figures_of(merged(()), (0,), rtol=allowed.rtol, atol=allowed.atol)
-    return dataclasses.replace(figures, num_elements=num_elements)
+    return replace(figures, num_elements=num_elements)
 
 
 @functools.lru_cache(maxsize=256)

@@ -14,20 +14,17 @@ and not the same in all ranks, nothing was added up before; where nothing follow
 from __future__ import annotations
 
 import bisect
-import dataclasses
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from glassengine.compare.judge import PairJudge, PairVerdict, RowFigures
 from glassengine.compare.matching.matching import MatchedPair
 from glassengine.compare.matching.sources import CACHES, SourceWrapper, is_of_parameter, phase_of
 from glassengine.compare.pairs import ComparisonPlan, PairBlock, PairItem, PairSpan
-from glassengine.compare.ranks.assembly import EXPLAINED
-from glassengine.compare.ranks.ranks import AssembledRanks
 from glassengine.compare.roundings import PrecisionTable, rounded_update
 from glassengine.compare.session import Answer, ComparisonSession, PairFindings
 from glassengine.errors import CorruptError
@@ -39,6 +36,9 @@ from glassengine.results import FLAGGED, Hint, Packed, Pair
 from glassengine.results.base import Lazy
 from glassengine.sites import ROOT
 from glassengine.workers import Died, Workers
+
+if TYPE_CHECKING:
+    from glassengine.compare.ranks.ranks import AssembledRanks
 
 SHARED = "added up with those of the modules that are given the same tensor"
 OWN_SHARE = "the module's own share of a gradient whose sum is right"
@@ -278,19 +278,19 @@ def apply_cross_pair_rules(found: Packed, chosen: Sequence[MatchedPair], judging
     """Change the verdicts on single pairs by what several of them say together."""
     left, right = judging.sides
     for i, k in _with_right_sums(found, chosen, _partial_sums(left, right)).items():
-        found[i] = dataclasses.replace(found[i], verdict=found[k].verdict, reason=ADDED_OTHERWISE)
+        found[i] = replace(found[i], verdict=found[k].verdict, reason=ADDED_OTHERWISE)
     groups = shared_gradients(found, chosen)
     for numbers, together in zip(groups, judging.added_up(groups), strict=True):
         if together.verdict not in FLAGGED:
             for i in numbers:
                 site, other = chosen[i].baseline.site, chosen[i].candidate_site
-                found[i] = dataclasses.replace(together, site=site, candidate_site=other, reason=SHARED)
+                found[i] = replace(together, site=site, candidate_site=other, reason=SHARED)
     for i, k in judging.sums_of(shares(found, chosen)).items():
-        found[i] = dataclasses.replace(found[i], verdict=found[k].verdict, reason=f"{OWN_SHARE}: {found[k].site}")
+        found[i] = replace(found[i], verdict=found[k].verdict, reason=f"{OWN_SHARE}: {found[k].site}")
     for side, is_left in ((left, True), (right, False)):
         if side.is_assembled:
             entries = [one.baseline if is_left else one.candidates[0] for one in chosen]
-            open_ones = never_added_up(found, chosen, cast(AssembledRanks, side), entries)
+            open_ones = never_added_up(found, chosen, cast("AssembledRanks", side), entries)
             for i, pair in zip(open_ones, judging.rejected(open_ones), strict=True):
                 side.reject(entries[i])
                 found[i] = pair
@@ -449,6 +449,8 @@ def _is_used(
         update = updates[0]
         if pairs[update].verdict not in FLAGGED or _is_same_in_all(side, own[update]):
             return True
+        from glassengine.compare.ranks.assembly import EXPLAINED
+
         errors = side.errors_of_expected(own[update])
         return errors is not None and min(errors.values()) <= EXPLAINED * max(errors.values())
     later = [k for k in of_site[entry.site] if judged[k].baseline.step > entry.step and not is_open[k]]

@@ -13,41 +13,26 @@
 `glassengine.open` returns it.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from glassengine.deferred import deferred
 
 if TYPE_CHECKING:
-    from glassengine.capture.model_debugger import model_addition_debugger_context
-    from glassengine.capture.observers import NetworkOutputs, named_network_outputs
-    from glassengine.compat import libneuronxla, torch_xla
-    from glassengine.engine.run.step_files import StepFiles
-    from glassengine.executable.counters import metrics_report
-    from glassengine.executable.snapshot.policy import register_hlo_snapshot_callback
-    from glassengine.executable.steps import add_step_closure, current_step, is_master_ordinal, mark_step
-    from glassengine.frontends.eager_debug import eager_debug
-    from glassengine.recording.source import Dump
-    from glassengine.taps import register_network_output
-
-__all__ = [
-    "Dump",
-    "NetworkOutputs",
-    "StepFiles",
-    "add_step_closure",
-    "current_step",
-    "eager_debug",
-    "is_master_ordinal",
-    "libneuronxla",
-    "mark_step",
-    "metrics_report",
-    "model_addition_debugger_context",
-    "named_network_outputs",
-    "register_hlo_snapshot_callback",
-    "register_network_output",
-    "torch_xla",
-]
+    from glassengine.capture.model_debugger import model_addition_debugger_context as model_addition_debugger_context
+    from glassengine.capture.observers import NetworkOutputs as NetworkOutputs
+    from glassengine.capture.observers import named_network_outputs as named_network_outputs
+    from glassengine.compat import libneuronxla as libneuronxla
+    from glassengine.compat import torch_xla as torch_xla
+    from glassengine.engine.run.step_files import StepFiles as StepFiles
+    from glassengine.executable.counters import metrics_report as metrics_report
+    from glassengine.executable.snapshot.policy import register_hlo_snapshot_callback as register_hlo_snapshot_callback
+    from glassengine.executable.steps import add_step_closure as add_step_closure
+    from glassengine.executable.steps import current_step as current_step
+    from glassengine.executable.steps import is_master_ordinal as is_master_ordinal
+    from glassengine.executable.steps import mark_step as mark_step
+    from glassengine.frontends.eager_debug import eager_debug as eager_debug
+    from glassengine.recording.source import Dump as Dump
+    from glassengine.taps import register_network_output as register_network_output
 
 _PUBLIC = {
     "Dump": "glassengine.recording.source",
@@ -66,4 +51,5 @@ _PUBLIC = {
     "register_network_output": "glassengine.taps",
     "torch_xla": "glassengine.compat.torch_xla",
 }
+__all__ = list(_PUBLIC)
 __getattr__, __dir__ = deferred(__name__, _PUBLIC)

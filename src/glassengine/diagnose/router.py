@@ -29,7 +29,7 @@ from glassengine.program.loading.quantized import is_quantized
 from glassengine.program.onnx.file import is_onnx
 from glassengine.recording.source import TensorSource, file_suffixes, open_source
 from glassengine.results import Comparison
-from glassengine.serving.protocol import Served, ServedInSession, is_kind, open_served, served_as
+from glassengine.serving.protocol import Served, ServedInSession, is_served, open_served, served_as
 from glassengine.stores.places import place
 
 
@@ -77,7 +77,7 @@ def served_spec(request: CheckRequest) -> Model | None:
     """Return the candidate, by kind and place where it is served; an engine directory may hold such a file."""
     candidate = request.candidate
     spec: Any = candidate if is_onnx(request.baseline) else served_as(candidate)
-    if not is_kind(spec) and _is_engine(candidate):
+    if not is_served(spec) and _is_engine(candidate):
         engine = read_engine(str(candidate))
         backend = find_backend(engine.manifest.backend)
         return backend.served(engine.directory / files.MAIN) if isinstance(backend, TakingModels) else candidate

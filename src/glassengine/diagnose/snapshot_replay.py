@@ -8,7 +8,6 @@ twice: with the value of every op among its results, judged by reverse replay, a
 
 from __future__ import annotations
 
-import logging
 import operator
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from glassengine.blocks import agree
 from glassengine.diagnose.reproduction.bisect_compiler import bisect_graph
 from glassengine.diagnose.reproduction.files import require_free
 from glassengine.diagnose.reproduction.reproduce import reproduce_bisection
-from glassengine.errors import BackendError, CorruptError, UsageError, first_line
+from glassengine.errors import BackendError, CorruptError, UsageError, first_line, logger
 from glassengine.executable.graph import CapturedGraph, InputSpec, input_spec
 from glassengine.executable.snapshot.keeper import set_rng_states
 from glassengine.executable.snapshot.nonfinite import find_origin, kinds_of
@@ -52,7 +51,6 @@ from glassengine.results import Comparison, Policy, Skipped
 from glassengine.results.recorded import Replayed, ReplayedOutput
 from glassengine.stores.places import place
 
-logger = logging.getLogger("glassengine")
 _PRECISIONS = ("highest", "high", "medium")
 _MAX_THREADS = 4096
 

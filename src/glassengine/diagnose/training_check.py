@@ -345,7 +345,6 @@ def judge_updates(
                         source=None,
                         verdict=judgement.verdict,
                         noise_ratio=judgement.noise_ratio,
-                        bound_ratio=None,
                         introduced=judgement.rms_error,
                         inherited=0.0,
                         hints=() if guess is None else (guess,),

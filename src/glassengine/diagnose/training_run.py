@@ -10,6 +10,7 @@ Attention is written out: the fused kernels' backward has neither a rounding bou
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -357,18 +358,15 @@ class _watched:
 
     def __init__(self, module: nn.Module, places: list[str]) -> None:
         self._module, self._places = module, places
-        self._handles: list[Any] = []
+        self._hooks = contextlib.ExitStack()
 
     def __enter__(self) -> None:
         for name, module in self._module.named_modules():
-            self._handles += [
-                module.register_forward_pre_hook(lambda *_, name=name: self._enter(name)),
-                module.register_forward_hook(lambda *_: self._leave(), always_call=True),
-            ]
+            self._hooks.enter_context(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name)))
+            self._hooks.enter_context(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
 
     def _enter(self, name: str) -> None:
         self._places.append(name)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import logging
 import os
 import platform
 import re
@@ -28,13 +27,11 @@ import msgspec
 
 from glassengine import environment
 from glassengine.engine.recorded_model import RecordedModel
-from glassengine.errors import BackendError, CorruptError, UsageError, shortened
+from glassengine.errors import BackendError, CorruptError, UsageError, logger, shortened
 from glassengine.reading.documents import converted, parsed
 from glassengine.reading.files import read_bytes, shown, user_key
 from glassengine.results import Result
 from glassengine.writing import document_checksum
-
-logger = logging.getLogger("glassengine")
 
 KEY_FILE = "engine-key"
 _PURPOSE = b"glassengine engine 1\n"

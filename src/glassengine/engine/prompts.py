@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -70,7 +69,7 @@ class Prompts:
             got = f"{len(self.rows)} prompts, num_return_sequences={count}"
             raise UsageError("too many sequences", got=got, expected=f"at most {MAX_SEQUENCES:,}")
         texts = tuple(text for text in self.texts for _ in range(count))
-        return dataclasses.replace(self, texts=texts, rows=[row for row in self.rows for _ in range(count)])
+        return replace(self, texts=texts, rows=[row for row in self.rows for _ in range(count)])
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from glassengine.program import load_model
 from glassengine.program.loading.adapters import CONFIG as ADAPTER_CONFIG
 from glassengine.program.loading.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from glassengine.program.loading.load import CONFIG
-from glassengine.reading.documents import Size, converted, read_document
+from glassengine.reading.documents import Size, converted, objects_within, read_document
 from glassengine.reading.files import is_regular, shown
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -132,14 +132,7 @@ def _adapter_refusal_reason(directory: Path) -> str | None:
 
 def _code_references(config: dict[str, Any]) -> Iterator[str]:
     """Yield what in a configuration names code: classes of its own, kernels that are fetched, weights of elsewhere."""
-    waiting: list[Any] = [config]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, list):
-            waiting += value
-        if not isinstance(value, dict):
-            continue
-        waiting += value.values()
+    for value in objects_within(config):
         for key, item in value.items():
             if key == "auto_map" and item:
                 yield "its configuration names code of its own (auto_map)"

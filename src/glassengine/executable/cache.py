@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import logging
 import os
 import tempfile
 import threading
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from glassengine import environment
-from glassengine.errors import CorruptError, UsageError
+from glassengine.errors import CorruptError, UsageError, logger
 from glassengine.executable.cache_store import (
     CacheManifest,
     Parts,
@@ -37,8 +36,6 @@ from glassengine.executable.counters import registry
 from glassengine.executable.graph import CapturedGraph
 from glassengine.results.backends import CachedGraph, CacheReport
 from glassengine.writing import remove_tree
-
-logger = logging.getLogger("glassengine")
 
 DEFAULT_MAX_BYTES = 2 << 30
 Outcome = Literal["hit", "miss", "corrupt", "off"]

@@ -17,7 +17,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import logging
 import math
 import os
 import re
@@ -34,14 +33,12 @@ from typing import Any
 import msgspec
 
 from glassengine import environment
-from glassengine.errors import CorruptError, GlassError, UsageError
+from glassengine.errors import CorruptError, GlassError, UsageError, logger
 from glassengine.executable.profile_taker import DEFAULT_PORT, DEFAULT_S, Asked, Taker, check
 from glassengine.executable.profiling import prepare
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import read_text, user_key
 from glassengine.writing import local
-
-logger = logging.getLogger("glassengine")
 
 TRIGGER = "capture"
 MAX_REQUEST = 4096

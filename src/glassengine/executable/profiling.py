@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import io
 import json
-import logging
 import os
 import re
-import socket
 import tempfile
 import threading
 import time
@@ -33,14 +30,12 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.profiler import ProfilerActivity
 
 from glassengine import environment, spans
-from glassengine.errors import UsageError
+from glassengine.errors import UsageError, logger
 from glassengine.executable.graph import Execution, attach, detach
 from glassengine.executable.profile_trace import FORMAT, SCHEMA_VERSION, SUMMARY, annotate, sealed, summarize
 from glassengine.sites import ROOT
 from glassengine.stores.places import RemotePath, deliver, place
-from glassengine.writing import aside, next_directory, remove_tree
-
-logger = logging.getLogger("glassengine")
+from glassengine.writing import aside, next_directory, remove_tree, write_events
 
 TRACE = "rank{rank}.pt.trace.json.gz"
 
@@ -294,28 +289,17 @@ def write_scalars(directory: Path, summary: Mapping[str, Any]) -> bool:
     Raises:
         OSError: They cannot be written.
     """
+    steps = [
+        (step, {"tag": "step_ms", "simple_value": length / 1e3}) for step, length in enumerate(summary["steps_us"])
+    ]
+    kinds = [
+        (0, {"tag": f"total_ms/{kind}", "simple_value": found["total_us"] / 1e3})
+        for kind, found in sorted(summary["kinds"].items())
+    ]
     try:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.record_writer import RecordWriter
+        write_events(directory, [*steps, *kinds], "0")
     except ImportError:  # TensorBoard is an extra
         return False
-    # Not by its SummaryWriter, a thread of which writes: what goes wrong there is a traceback of that thread.
-    written, now = io.BytesIO(), time.time()
-    records = RecordWriter(written)
-    records.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
-
-    def add(tag: str, value: float, step: int) -> None:
-        found = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
-        records.write(Event(wall_time=now, step=step, summary=found).SerializeToString())
-
-    for step, length in enumerate(summary["steps_us"]):
-        add("step_ms", length / 1e3, step)
-    for kind, found in sorted(summary["kinds"].items()):
-        add(f"total_ms/{kind}", found["total_us"] / 1e3, 0)
-    name = f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}.0"
-    with aside(directory / name) as path:
-        path.write_bytes(written.getvalue())
     return True
 
 
@@ -391,10 +375,7 @@ def watch_modules(is_compiled: Callable[[], bool]) -> Callable[[], None]:
 
     # Said by torch when a compiled module is first called: the extra span of its wrapper is what is wanted here.
     warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
-    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
+    hooks = contextlib.ExitStack()
+    hooks.enter_context(register_module_forward_pre_hook(enter))
+    hooks.enter_context(register_module_forward_hook(leave, always_call=True))
+    return hooks.close

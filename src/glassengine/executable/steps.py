@@ -6,23 +6,19 @@ A step of `mark_step` is one iteration of the user's own loop; generation number
 from __future__ import annotations
 
 import atexit
-import dataclasses
-import logging
 import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from glassengine import environment, spans
-from glassengine.errors import UsageError
+from glassengine.errors import UsageError, logger
 from glassengine.executable.counters import registry
-
-logger = logging.getLogger("glassengine")
 
 MAX_QUEUED = 100
 """Asynchronous closures that may wait; ending a step then waits for one of them, as in PyTorch/XLA."""
@@ -157,7 +153,7 @@ def mark_step(wait: bool = False) -> None:
 def _with_copies(closure: _Closure) -> _Closure:
     """Return a closure with copies of its tensors; those of lazy tensors are recorded with what is pending."""
     args = pytree.tree_map_only(torch.Tensor, lambda value: value.detach().clone(), list(closure.args))
-    return dataclasses.replace(closure, args=args)
+    return replace(closure, args=args)
 
 
 def _raise(errors: Sequence[Exception]) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import logging
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from glassengine.backends.protocol.backend import CompilingGraphs, GraphFunction
 from glassengine.backends.registry import choose_graph_backend
-from glassengine.errors import BackendError
+from glassengine.errors import BackendError, logger
 from glassengine.executable.compilation import FIRST, Occasion
 from glassengine.executable.counters import registry
 from glassengine.frontends.eager_graph import (
@@ -45,7 +44,7 @@ from glassengine.program.representation.naming import of_any_layout
 from glassengine.results.backends import Cause
 
 _TRACING = (FakeTensor, FunctionalTensor)  # a graph is being captured: nothing is computed
-logger = logging.getLogger("glassengine")
+
 _said: set[tuple[str, str]] = set()
 _NUMBER = Cause("argument", "a number changed")
 _ARGUMENT = Cause("argument", "an argument that is not a tensor changed")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from glassengine import environment, taps
 from glassengine.backends.protocol.backend import CachingGraphs, DecomposingGraphs, GraphFunction
 from glassengine.backends.registry import choose_graph_backend
 from glassengine.capture.observed_call import has_compiled_call
-from glassengine.errors import UnknownNameError
+from glassengine.errors import UnknownNameError, logger
 from glassengine.executable.compilation import Occasion
 from glassengine.executable.graph import GraphKind, mutated_placeholders
 from glassengine.executable.run.executable import compile_graph
@@ -38,8 +37,6 @@ from glassengine.frontends.causes import RESUMED, occasion
 from glassengine.frontends.eager_debug import interpret, op_runner
 from glassengine.program.user_code.tracing import MARK
 from glassengine.results.backends import Cause
-
-logger = logging.getLogger("glassengine")
 
 
 def mark_taps_for(backend: Callable[..., Any]) -> None:

@@ -39,6 +39,7 @@ _RANDOM = "every run draws new random numbers"
 _MISSING = "the candidate returns no such result"
 _NO_NUMBER = "not judged: the baseline has NaN everywhere"
 _FOUND = ("_compared", "_sums", "_varying", "_with_numbers", "_beside", "not_compared")
+_FAR_FROM_NATIVE = 100.0  # times the floor of one run, which may be ten times too small
 _UNDECIDED = "not judged: the baseline's own rounding changes it as much on these inputs"
 
 
@@ -150,7 +151,8 @@ class EndToEnd:
                     judged = replace(judged[0], verdict="wrong", reason=_NAN_ALONE), judged[1]
                 if baseline is value and judged[0].verdict in FLAGGED:
                     baseline = reference.exact.to(baseline.dtype)  # it does not leave itself, but its program
-                self._add(name, own, method, judged, reference.valid, baseline, value, where)
+                within = _explanation(reference, value, judged[1])
+                self._add(name, own, method, judged, reference.valid, baseline, value, where, within=within)
 
     def _last_positions(self, node: str, reference: Reference, value: torch.Tensor) -> tuple[Reference, torch.Tensor]:
         """Fill up a recorded result of which the last positions alone were asked for; these count."""
@@ -258,6 +260,7 @@ class EndToEnd:
         where: tuple[str, int],
         *,
         judged_by: Literal["noise floor", "signal"] = "noise floor",
+        within: str = "rounding",
     ) -> None:
         judgement, exempt = judged
         own, method = (self.called or {}).get(name, (own, method))
@@ -279,6 +282,7 @@ class EndToEnd:
             noise_ratio=judgement.noise_ratio,
             exempt=exempt,
             judged_by=judged_by,
+            within=within,
             **vars(figures),
         )
         if made.is_unexplained:
@@ -333,6 +337,14 @@ def _judged(reference: Reference, value: torch.Tensor, may_tie: bool) -> tuple[J
     if may_tie:
         return judgement, exempt
     return replace(whole, reason=whole.reason or _CHOSEN_ALIKE), 0.0
+
+
+def _explanation(reference: Reference, value: torch.Tensor, exempt: float) -> str:
+    """Return what explains a legal difference: rounding, or a tie at which a run behind the floor chose otherwise."""
+    if not reference.share_of_ties or exempt:
+        return "rounding"
+    ratio = reference.by_native().judge(value).noise_ratio
+    return "what a tie inside may change" if ratio is not None and ratio > _FAR_FROM_NATIVE else "rounding"
 
 
 def _is_nan_alone(reference: Reference, baseline: torch.Tensor, value: torch.Tensor) -> bool:

@@ -392,12 +392,24 @@ def done_later(node: Node, there: Node, counterparts: Mapping[str, str]) -> Node
     others = {counterparts.get(source.name, source.name) for source in node.all_input_nodes} - {there.name}
     if len(others) == len(node.all_input_nodes):
         return None
-    known = {counterparts.get(one.name) for one in node.graph.find_nodes(op=node.op, target=node.target)}
-    for op in down([there], depth=_SOON):
+    for op in _unpaired(node, down([there], depth=_SOON), counterparts):
         sources = {source.name for source in op.all_input_nodes}
-        if op.target is node.target and op.name not in known and others < sources and there.name not in sources:
+        if others < sources and there.name not in sources:
             return op
     return None
+
+
+def done_earlier(node: Node, there: Node, counterparts: Mapping[str, str]) -> Node | None:
+    """Return the candidate's op above `there`, the counterpart of `node`, that does the same with other operands."""
+    own = {counterparts.get(source.name, source.name) for source in node.all_input_nodes}
+    ops = _unpaired(node, up(there, _SOON), counterparts) if there.target is not node.target else ()
+    return next((op for op in ops if 0 < len(own & {source.name for source in op.all_input_nodes}) < len(own)), None)
+
+
+def _unpaired(node: Node, ops: Iterable[Node], counterparts: Mapping[str, str]) -> Iterator[Node]:
+    """Yield those ops of the candidate that do what `node` does, and are the counterpart of no such op."""
+    known = {counterparts.get(one.name) for one in node.graph.find_nodes(op=node.op, target=node.target)}
+    return (op for op in ops if op.target is node.target and op.name not in known)
 
 
 def partners_of(node: Node) -> list[tuple[Node, Node]]:

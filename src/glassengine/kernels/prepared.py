@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -340,8 +341,6 @@ def _as_tensor(value: Any) -> Any:
 
 
 def _of_numpy(value: Any) -> Any:
-    import numpy as np
-
     is_usual = value.dtype.isbuiltin == 1 and value.dtype.isnative
     if value.ndim and is_usual and value.flags.writeable and min(value.strides) >= 0:
         return torch.from_numpy(value)

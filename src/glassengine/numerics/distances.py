@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -29,11 +29,6 @@ from glassengine.results import (
     TensorValues,
     UlpDistance,
 )
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
 
 __all__ = ["error_histogram", "slice_maxima", "ulp_distance"]
 

@@ -184,7 +184,7 @@ _LARGEST_ARGUMENT = 1e4
 def rounds(node: Node) -> bool:
     """Whether the op of `node` rounds its result."""
     traits = traits_of(node)
-    if is_view(node) or traits.moves or traits.rounding is Rounding.COUNTS:
+    if is_view(node) or traits.moves or traits.rounding in (Rounding.COUNTS, Rounding.STEPS):
         return False
     if traits.casts:
         source = node.args[0].meta["val"].dtype  # type: ignore[union-attr]

@@ -97,7 +97,9 @@ class Reference:
     ) -> None:
         self.exact = exact
         self.native = native
-        self._noisy = noisy
+        # Where values decide how many rows there are, a run that rounds otherwise may make others.
+        self._noisy = [run for run in noisy if run.shape == exact.shape]
+        self._runs = [*([native] if native.shape == exact.shape else []), *self._noisy]
         self.valid = valid.expand(exact.shape) if valid is not None else None
         self._tied = tied
         self.known = known
@@ -108,8 +110,7 @@ class Reference:
         self._quick: QuickFloor | None = None
         self.unstable: torch.Tensor | None = None
         if not exact.is_floating_point():
-            runs = () if exact.is_complex() else (native, *noisy)
-            differs = [run != exact for run in runs if run.shape == exact.shape]
+            differs = [] if exact.is_complex() else [run != exact for run in self._runs]
             differs += [] if tied is None else [tied]
             found = torch.stack(differs).any(0) if differs else None
             self.unstable = found if found is not None and bool(found.any()) else None
@@ -129,7 +130,7 @@ class Reference:
         if self._floor is None and self.exact.is_floating_point():
             self._floor = measured_floor(
                 self.exact,
-                [self.native, *self._noisy],
+                self._runs,
                 self._judged,
                 hidden=self.known.hidden,
                 dtype=self._dtype,
@@ -145,8 +146,7 @@ class Reference:
         if self._floor is not None or self.known.hidden is not None:
             return None
         if self._quick is None:
-            runs = [self.native, *self._noisy]
-            self._quick = quick_floor(self.exact, runs, self._judged, self._dtype, self._relative_floor)
+            self._quick = quick_floor(self.exact, self._runs, self._judged, self._dtype, self._relative_floor)
             if self._quick is not None:
                 self._relative_floor = self._quick.relative
                 if self._remember is not None:
@@ -170,6 +170,10 @@ class Reference:
     def without_ties(self) -> Reference:
         """Return the reference by which elements that are tied count as all others do."""
         return self._with(tied=None)
+
+    def by_native(self) -> Reference:
+        """Return the reference without ties whose floor is the program's own run alone: no run that chose otherwise."""
+        return self._with(tied=None, noisy=())
 
     def _with(self, **other: Any) -> Reference:
         arguments: dict[str, Any] = {
@@ -269,7 +273,7 @@ class Reference:
     def _uneven_ratio(self, share: torch.Tensor, bound: torch.Tensor) -> float:
         """Rho of the whole tensor with every element in units of its bound."""
         counted = self._counted()
-        legal = [self._share(run, bound).nan_to_num(0.0, 0.0, 0.0) for run in (self.native, *self._noisy)]
+        legal = [self._share(run, bound).nan_to_num(0.0, 0.0, 0.0) for run in self._runs]
         floor = math.sqrt(max(mean_where(own.square(), counted) for own in legal))
         return math.sqrt(mean_where(share.square(), counted)) / max(floor, _LEAST_SHARE)
 

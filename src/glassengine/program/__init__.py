@@ -10,34 +10,25 @@ from typing import Any
 import torch
 
 from glassengine.errors import UsageError
-from glassengine.program.generation import LoadedModel, Stages
+from glassengine.program.generation import LoadedModel as LoadedModel
+from glassengine.program.generation import Stages
 from glassengine.program.inputs.modules import module_inputs, stored_inputs
-from glassengine.program.inputs.user_inputs import in_order, load_inputs
+from glassengine.program.inputs.user_inputs import in_order
+from glassengine.program.inputs.user_inputs import load_inputs as load_inputs
 from glassengine.program.kinds.causal_lm import is_pretrained
-from glassengine.program.kinds.example_inputs import MadeUp, example_inputs
-from glassengine.program.loading.load import load_candidate, load_model
+from glassengine.program.kinds.example_inputs import MadeUp
+from glassengine.program.kinds.example_inputs import example_inputs as example_inputs
+from glassengine.program.loading.load import load_candidate as load_candidate
+from glassengine.program.loading.load import load_model as load_model
 from glassengine.program.representation.listing import OnStage, stage_of
 from glassengine.program.representation.passes import apply_pass
-from glassengine.program.representation.program import Program
+from glassengine.program.representation.program import Program as Program
 from glassengine.program.representation.stored import load_names
 from glassengine.program.user_code.calls import forward_errors, problem_function
 from glassengine.program.user_code.forward import as_written, forward_parameters, uncompiled
 from glassengine.reading.copies import here
 from glassengine.sites import Site, SiteTable
 from glassengine.stores.places import remote
-
-__all__ = [
-    "LoadedModel",
-    "Program",
-    "example_inputs",
-    "export_program",
-    "export_programs",
-    "load_candidate",
-    "load_inputs",
-    "load_model",
-    "made_up_inputs",
-    "sites",
-]
 
 
 def made_up_inputs(model: LoadedModel) -> MadeUp:

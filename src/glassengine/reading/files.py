@@ -9,7 +9,6 @@ import contextlib
 import errno
 import functools
 import io
-import logging
 import os
 import re
 import secrets
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from glassengine import environment
-from glassengine.errors import CorruptError, GlassError, UsageError
+from glassengine.errors import CorruptError, GlassError, UsageError, logger
 from glassengine.stores.places import RemotePath, remote
 
 _READ = os.O_RDONLY | environment.open_flag("O_CLOEXEC") | environment.open_flag("O_BINARY")
@@ -269,8 +268,6 @@ def printable(text: str, also: str = "") -> str:
 
     return _unusual(also).sub(escaped, text)
 
-
-logger = logging.getLogger("glassengine")
 
 _KEY_BYTES = 32
 

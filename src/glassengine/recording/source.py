@@ -380,7 +380,7 @@ class Dump(Shown):
         return summarize(self.tensor(entry))
 
 
-def open_dump(path: str | Path) -> Recording | Dump:
+def open(path: str | Path) -> Recording | Dump:
     """Open a recording, or anything else that `compare` reads: recordings of several ranks, dumps, files of tensors.
 
     Raises:

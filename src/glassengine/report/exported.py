@@ -7,11 +7,7 @@ A result as a picture of 1200 x 630 pixels, to show beside a link: the first wor
 
 from __future__ import annotations
 
-import io
 import math
-import os
-import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +15,12 @@ from typing import Any
 from glassengine.errors import BackendError, UsageError, nearest
 from glassengine.extensions import require_package
 from glassengine.reading.files import open_regular, printable, read_bytes, shown
-from glassengine.report.words import headline, result_line
+from glassengine.report.words import headline, result_line, results_shown
 from glassengine.results import VERDICTS, Comparison, Pair
 from glassengine.results.notebook import color_of, needed, worst_rows
 from glassengine.results.report import WrittenReport
 from glassengine.results.stored import read_comparisons
-from glassengine.writing import aside, local
+from glassengine.writing import aside, local, write_events
 
 COLORS = {"identical": "#e8e8e8", "rounding": "#9ecae1", "suspicious": "#ffd92f", "wrong": "#d95f02"}
 _TEXT = {"identical": "#000000", "rounding": "#000000", "suspicious": "#000000", "wrong": "#ffffff"}
@@ -98,37 +94,26 @@ def write_tensorboard(result: Comparison, directory: Path) -> Path:
         UsageError: TensorBoard is not installed.
     """
     try:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
-        from tensorboard.summary.writer.record_writer import RecordWriter
+        return write_events(directory, _events(result), "glass")
     except ImportError as error:
         hint = "pip install 'glassengine[tensorboard]'"
         raise UsageError("the package tensorboard is missing", got=str(error), hint=hint) from error
-    written, now = io.BytesIO(), time.time()
-    records = RecordWriter(written)
-    records.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
 
-    def add(step: int, **value: Any) -> None:
-        summary = Summary(value=[Summary.Value(**value)])
-        records.write(Event(wall_time=now, step=step, summary=summary).SerializeToString())
 
-    add(0, tag="glass/ok", simple_value=float(result.ok))
-    add(0, tag="glass/coverage", simple_value=result.coverage)
+def _events(result: Comparison) -> Iterator[tuple[int, dict[str, Any]]]:
+    yield 0, {"tag": "glass/ok", "simple_value": float(result.ok)}
+    yield 0, {"tag": "glass/coverage", "simple_value": result.coverage}
     levels = list(dict.fromkeys(pair.level or "record" for pair in result.pairs))
     for level in levels:
         of_level = [pair for pair in result.pairs if (pair.level or "record") == level]
         for step in sorted({pair.step for pair in of_level}):
             pairs = [pair for pair in of_level if pair.step == step]
             for verdict in VERDICTS:
-                add(step, tag=f"{level}/{verdict}", simple_value=float(sum(pair.verdict == verdict for pair in pairs)))
+                count = sum(pair.verdict == verdict for pair in pairs)
+                yield step, {"tag": f"{level}/{verdict}", "simple_value": float(count)}
             ratios = [_ratio(pair) for pair in pairs if pair.noise_ratio is not None]
             if ratios:
-                add(step, tag=f"{level}/log2 of error over floor", histo=_histogram(HistogramProto, ratios))
-    directory.mkdir(parents=True, exist_ok=True)
-    target = directory / f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}.glass"
-    with aside(target) as path:
-        path.write_bytes(written.getvalue())
-    return target
+                yield step, {"tag": f"{level}/log2 of error over floor", "histo": _histogram(ratios)}
 
 
 def write_onnx(result: Comparison, model: Path, target: Path, *, overwrite: bool = False) -> int:
@@ -220,21 +205,21 @@ def _about(result: Comparison) -> dict[str, object]:
     return facts if first is None else facts | {"first_divergence": printable(first.site)}
 
 
-def _histogram(kind: Any, ratios: Sequence[float]) -> Any:
+def _histogram(ratios: Sequence[float]) -> dict[str, Any]:
     """Return a histogram of log2, in buckets of one."""
     numpy = needed("numpy")
     values = numpy.log2(numpy.clip(numpy.asarray(ratios), 2.0**-20, 2.0**60))
     low, high = math.floor(values.min()), math.floor(values.max()) + 1
     counts, edges = numpy.histogram(values, bins=numpy.arange(low, high + 1))
-    return kind(
-        min=float(values.min()),
-        max=float(values.max()),
-        num=float(len(values)),
-        sum=float(values.sum()),
-        sum_squares=float((values**2).sum()),
-        bucket_limit=[float(edge) for edge in edges[1:]],
-        bucket=[float(count) for count in counts],
-    )
+    return {
+        "min": float(values.min()),
+        "max": float(values.max()),
+        "num": float(len(values)),
+        "sum": float(values.sum()),
+        "sum_squares": float((values**2).sum()),
+        "bucket_limit": [float(edge) for edge in edges[1:]],
+        "bucket": [float(count) for count in counts],
+    }
 
 
 SIZE = 1200, 630
@@ -303,7 +288,7 @@ def drawn(result: Comparison) -> Any:
     draw.rectangle((0, 0, SIZE[0], 16), fill=COLORS["rounding" if result.ok else "wrong"])
     top = 60
     lines = [(_LARGE, f"{head.mark}: {head.why}")]
-    lines += [(_SMALL, result_line(found)) for found in result.results[-1:]]
+    lines += [(_SMALL, result_line(found)) for found in results_shown(result)[:1]]
     lines.append((_SMALL, f"{result.baseline} (baseline), {result.candidate} (candidate)"))
     for size, text in lines:
         font = ImageFont.load_default(size)

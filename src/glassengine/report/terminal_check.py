@@ -29,7 +29,7 @@ from glassengine.report.words import (
     result_line,
     step_of,
 )
-from glassengine.results import VERDICTS, Comparison, Divergence, DriftRow, Hint, Pair, Quantization, QuantizedWeight
+from glassengine.results import Comparison, Divergence, DriftRow, Hint, Pair, Quantization, QuantizedWeight
 from glassengine.results.sentences import named_mistake, parts_of_source, place_of, short
 
 if TYPE_CHECKING:
@@ -244,9 +244,8 @@ def _about(result: Comparison, found: Divergence) -> Iterator[Text]:
 
 
 def _severity(result: Comparison) -> Iterator[Text]:
-    # The last level's tokens stand beside its results.
-    last = result.results[-1].level if result.results else None
-    yield from (Text(text) for level, text in words.severity_lines(result) if level != last)
+    shown = {found.level for found in words.results_shown(result)}  # its tokens stand beside its results
+    yield from (Text(text) for level, text in words.severity_lines(result) if level not in shown)
 
 
 def _level_notes(result: Comparison) -> Iterator[Text]:
@@ -298,10 +297,7 @@ def _prompt(result: Comparison) -> Iterator[Text]:
 
 
 def _results(result: Comparison) -> Iterator[Text]:
-    # Of several levels the last one is what the user runs.
-    levels = list(dict.fromkeys(found.level for found in result.results))
-    last = [found for found in result.results if found.level == (levels or [""])[-1]]
-    order = sorted(last, key=lambda found: -VERDICTS.index(found.verdict))
+    order = words.results_shown(result)
     told = []
     if result.quantization is not None:  # of a file whose engine is judged on the weights that it has
         told.append(cost_line(result.quantization, result.results))
@@ -314,7 +310,8 @@ def _results(result: Comparison) -> Iterator[Text]:
         rest = order[_MAX_RESULTS:]
         yield Text(f"         and {len(rest)} more: {sum(found.agrees for found in rest)} agree")
     if not result.results and result.granularity:
-        yield Text("results  not compared: the candidate has none that is the baseline's")
+        reasons = (item.reason for item in result.skipped if item.side == "both" and "/" not in item.site)
+        yield Text(f"results  {next(reasons, 'not compared: the candidate has none of the baseline')}")
 
 
 def _inputs(result: Comparison) -> Iterator[Text]:

@@ -9,27 +9,22 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from glassengine.compare.judge import severity
 from glassengine.errors import shortened
 from glassengine.reading.files import printable
 from glassengine.report import words
 from glassengine.report.table import VERDICT_STYLES, Screen, mark, new_table
 from glassengine.report.terminal_check import because, compared, drift_table, following, lines_of
 from glassengine.report.words import of_side
-from glassengine.results import VERDICTS, Comparison, Figures, Pair, Skipped, Summary, tally_of
-from glassengine.results.comparison import SeriesComparison
+from glassengine.results import VERDICTS, Comparison, Figures, Pair, Skipped, Summary, severity, tally_of
+from glassengine.results.backends import ArtifactComparison, StageComparison
+from glassengine.results.comparison import Comparisons, SeriesComparison
+from glassengine.results.engines import SideBySide, StepDifference
 from glassengine.results.sentences import differences
-
-if TYPE_CHECKING:
-    from glassengine.results.backends import ArtifactComparison, StageComparison
-    from glassengine.results.comparison import Comparisons
-    from glassengine.results.engines import SideBySide, StepDifference
 
 MAX_PAIRS, _MAX_SITES = 4, 8
 MAX_DRIFT = 14

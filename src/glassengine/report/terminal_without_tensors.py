@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -13,6 +13,7 @@ from rich.text import Text
 from glassengine.report.findings import next_of_changes
 from glassengine.report.table import Screen, Table, mark, new_table
 from glassengine.report.words import AGREEMENT
+from glassengine.results.backends import CacheReport
 from glassengine.results.without_tensors import (
     CHANGE_VERDICTS,
     Invariance,
@@ -23,10 +24,6 @@ from glassengine.results.without_tensors import (
     RolloutToken,
     Variation,
 )
-
-if TYPE_CHECKING:
-    from glassengine.results.backends import CacheReport
-
 
 _MOST = 6
 """Findings that are drawn; the JSON document has all."""

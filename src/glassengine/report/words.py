@@ -273,6 +273,20 @@ def cost_line(cost: Quantization, results: Sequence[ResultComparison]) -> str:
     return text
 
 
+def results_shown(result: Comparison) -> list[ResultComparison]:
+    """Return the results of the last comparison, or those of an earlier one with a worse verdict, worst first.
+
+    The last comparison judges what the user runs. It may not see the choices inside, so that it allows what an earlier
+    one calls wrong.
+    """
+    worst_first = sorted(result.results, key=_severity, reverse=True)
+    return [one for one in worst_first if one.level == max(reversed(worst_first), key=_severity).level]
+
+
+def _severity(found: ResultComparison) -> int:
+    return VERDICTS.index(found.verdict)
+
+
 def severity_lines(result: Comparison) -> Iterator[tuple[str, str]]:
     """Yield (level, text): what becomes of the tokens in each comparison."""
     for name, found in result.severity.items():

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from glassengine.results.base import FLAGGED, Result, Verdict
@@ -102,10 +101,10 @@ class ResultComparison(Result):
     candidate_dtype: str
     max_abs_diff: float | None
     largest: float | None
-    ulp: float | None
-    snr_db: float | None
-    cosine_similarity: float | None
-    noise_ratio: float | None
+    ulp: float | None = None
+    snr_db: float | None = None
+    cosine_similarity: float | None = None
+    noise_ratio: float | None = None
     exempt: float = 0.0
     left_out: float = 0.0
     judged_by: Literal["noise floor", "signal"] = "noise floor"
@@ -297,7 +296,7 @@ class InputUsed:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
-        data = dataclasses.asdict(self)
+        data = asdict(self)
         data["shape"] = None if self.shape is None else list(self.shape)
         return data
 

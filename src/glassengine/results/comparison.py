@@ -71,10 +71,10 @@ class Divergence(Result):
     candidate_site: str
     source: str | None
     verdict: Verdict
-    noise_ratio: float | None
-    bound_ratio: float | None
-    introduced: float | None
-    inherited: float | None
+    noise_ratio: float | None = None
+    bound_ratio: float | None = None
+    introduced: float | None = None
+    inherited: float | None = None
     hints: tuple[Hint, ...] = ()
     reproduction: str | None = None
     candidate_source: str | None = None
@@ -105,9 +105,7 @@ class Divergence(Result):
             noise_ratio: Error over the noise floor, or in steps of a grid.
             candidate_site: Of the candidate; None for the baseline's.
         """
-        return cls(
-            level, 0, site, None, candidate_site or site, None, verdict, noise_ratio, None, None, None, hints=hints
-        )
+        return cls(level, 0, site, None, candidate_site or site, None, verdict, noise_ratio, hints=hints)
 
     @property
     def noun(self) -> str:

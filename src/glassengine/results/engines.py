@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from glassengine.results.base import Result
@@ -159,7 +158,7 @@ class Forward(Result):
             }
             for name, tensor in self.outputs.items()
         }
-        return Result.to_dict(dataclasses.replace(self, outputs=described))  # type: ignore[arg-type]
+        return Result.to_dict(replace(self, outputs=described))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

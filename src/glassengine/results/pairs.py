@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -187,6 +188,15 @@ def _tallied(pair: Pair) -> tuple[Verdict, str, bool]:
 def tally_of(pairs: Sequence[Pair]) -> Tally:
     """Return how many pairs there are of each kind."""
     return pairs.tally if isinstance(pairs, Packed) else Counter(map(_tallied, pairs))
+
+
+def severity(pair: Pair) -> tuple[float, ...]:
+    """Return a key that sorts pairs: by verdict, then different shapes before non-finite before size of the error."""
+    rank = float(VERDICTS.index(pair.verdict))
+    if pair.figures is None:
+        return (rank, 1.0)
+    size = -math.inf if math.isnan(pair.figures.snr_db) else -pair.figures.snr_db
+    return (rank, 0.0, float(pair.figures.num_nonfinite_mismatch > 0), size)
 
 
 class Counts(TypedDict):

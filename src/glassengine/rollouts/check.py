@@ -367,11 +367,7 @@ def _concluded(name: str, file: str, given: Rollout, result: RolloutComparison, 
         "float64",
         result.largest,
         max((abs(one) for pair in result.curve for one in pair), default=0.0),
-        None,
-        None,
-        None,
-        min(result.rounding.values(), default=None),
-        num_tokens=0,
+        noise_ratio=min(result.rounding.values(), default=None),
         is_decided=result.found != "unknown",
     )
     findings = Findings(

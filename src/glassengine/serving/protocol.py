@@ -175,7 +175,7 @@ def kinds() -> tuple[str, ...]:
     return tuple(dict.fromkeys([*_BUILT_IN, *registered(SERVING)]))
 
 
-def is_kind(candidate: object) -> bool:
+def is_served(candidate: object) -> bool:
     """Whether a text names a kind of engine and a place."""
     found = _NAMED.fullmatch(candidate) if isinstance(candidate, str) else None
     return found is not None and found[1] in kinds()

@@ -1,7 +1,5 @@
 """Tools for the tests of other projects: sweeps of kernels, tiny models, and the conformance tests of back-ends."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from glassengine.deferred import deferred

@@ -336,6 +336,29 @@ def test_a_line_that_the_candidate_lacks_is_quoted() -> None:
     assert "does: x = x + y.exp(), then" in next_step(found, ["check"])
 
 
+class Placed(nn.Module):
+    """Looks up rows, which a line before it chooses."""
+
+    def forward(self, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        chosen = torch.where(order < 3, order, order[:, :1])
+        return x.gather(1, chosen).tanh()
+
+
+class PlacedElsewhere(nn.Module):
+    """The same of other rows."""
+
+    def forward(self, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        chosen = torch.where(order < 3, order, 0)
+        return x.gather(1, chosen).tanh()
+
+
+def test_the_line_of_the_baseline_is_that_which_the_candidate_has_otherwise() -> None:
+    inputs = {"x": torch.randn(4, 6), "order": torch.randint(1, 6, (4, 5))}
+    first = check(Placed(), candidate=PlacedElsewhere(), inputs=inputs).first_divergence
+    assert first is not None and (first.candidate_source or "").endswith("torch.where(order < 3, order, 0)"), first
+    assert (first.source or "").endswith("torch.where(order < 3, order, order[:, :1])"), first
+
+
 class Ordered(nn.Module):
     """Multiplies, then adds."""
 
@@ -357,6 +380,35 @@ def test_an_op_that_is_done_later_is_not_called_missing() -> None:
     first = check(Ordered(), candidate=AddedFirst(), inputs=inputs).first_divergence
     assert first is not None and first.hints[0].text.startswith("mul with input scale is done after add, not before it")
     assert (first.candidate_source or "").endswith("return ((x + shift) * scale).tanh()")
+
+
+class Gated(nn.Module):
+    """Applies a gate after a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        gate = self.gate(x).sigmoid()
+        return torch.tanh(x + gate * self.down(state))
+
+
+class GatedBefore(Gated):
+    """Applies it before; with a state of zeros its product looks as if it were left out."""
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        gate = self.gate(x).sigmoid()
+        return torch.tanh(x + self.down(gate * state))
+
+
+def test_an_op_that_is_done_earlier_is_not_called_missing() -> None:
+    baseline, candidate = Gated(), GatedBefore()
+    candidate.load_state_dict(baseline.state_dict())
+    first = check(
+        baseline, candidate=candidate, inputs={"x": torch.randn(4, 8), "state": torch.zeros(4, 8)}
+    ).first_divergence
+    assert first is not None and first.hints[0].text == "mul with sigmoid.0 is done before linear, not after it"
 
 
 class Parted(nn.Module):

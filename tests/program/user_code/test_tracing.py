@@ -15,7 +15,13 @@ from torch.utils._traceback import CapturedTraceback
 from glassengine.program.export.export import export_module
 from glassengine.program.representation.stored import load_graph, save_program
 from glassengine.program.user_code.forward import explicit_keywords
-from glassengine.program.user_code.tracing import fast_tracing, fast_writing, without_collections, written_down
+from glassengine.program.user_code.tracing import (
+    fast_tracing,
+    fast_writing,
+    is_users,
+    without_collections,
+    written_down,
+)
 
 
 def test_collections_go_on_after_an_error() -> None:
@@ -100,16 +106,21 @@ class OfNumpy(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         table = torch.from_numpy(np.cos(np.arange(len(x))))[:, None].float()
-        return self.layer(x) * table
+        return shifted(self.layer(x) * table)
+
+
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    """A helper of the forward above."""
+    return x.roll(1, 0)
 
 
 def test_ops_that_are_taken_down_from_a_run_have_their_lines() -> None:
     x = torch.randn(5, 3)
     repeated = written_down(OfNumpy().eval(), {"x": x})
-    nodes = torch.export.export(repeated, (), {"x": x}).graph.find_nodes(
-        op="call_function", target=torch.ops.aten.mul.Tensor
-    )
-    assert "return self.layer(x) * table" in nodes[0].meta["stack_trace"]
+    nodes = torch.export.export(repeated, (), {"x": x}).graph.nodes
+    lines = {str(node.target): node.meta.get("stack_trace", "") for node in nodes}
+    assert "shifted(self.layer(x) * table)" in lines["aten.mul.Tensor"]
+    assert lines["aten.roll.default"].rstrip().endswith("return x.roll(1, 0)")
 
 
 def test_ops_that_are_taken_down_from_a_run_have_their_modules() -> None:
@@ -134,3 +145,9 @@ def test_an_argument_called_inputs_is_taken_down() -> None:
     with explicit_keywords(repeated, given):
         exported = torch.export.export(repeated, (), given, dynamic_shapes={"inputs": None})
     assert torch.equal(exported.module()(**given), module(**given))
+
+
+def test_a_folder_named_torch_is_not_the_library() -> None:
+    assert is_users("site-packages/forecasts/torch/models/mixer.py")
+    assert not is_users(torch.nn.functional.__file__)
+    assert not is_users("/usr/lib/python3/dist-packages/torch/nn/functional.py")

@@ -1,7 +1,5 @@
 """Back-end "inductor": programs compiled by AOTInductor into packages, and what a CPU gains beyond it."""
 
-from __future__ import annotations
-
 from glassengine.backends.inductor.backend import InductorBackend
 
 __all__ = ["InductorBackend"]

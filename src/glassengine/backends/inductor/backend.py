@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import re
 import warnings
 import zipfile
@@ -43,7 +42,7 @@ from glassengine.backends.protocol.backend import (
     taking_list,
 )
 from glassengine.backends.protocol.io import device_of, exported_on, read_io, running_on, write_io
-from glassengine.errors import BackendError, CorruptError
+from glassengine.errors import BackendError, CorruptError, logger
 from glassengine.executable.cache import CompilerCache
 from glassengine.program.representation.listing import list_nodes, stage_of
 from glassengine.program.representation.program import Program, copied_graph
@@ -136,8 +135,6 @@ _MAX_REASON = 300
 # Two headers that are compiled beforehand cost the first build of a machine twelve seconds of processor time, and no
 # build takes less with them than without: of a package, what takes time is the code that comes behind the headers.
 _WITHOUT_HEADERS = {"aot_inductor.precompile_headers": False}
-
-logger = logging.getLogger("glassengine")
 
 
 class InductorBackend:

@@ -28,12 +28,10 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir, temporary_cache_dir
 
 from glassengine import environment
-from glassengine.errors import UnknownNameError, UsageError
+from glassengine.errors import UnknownNameError, UsageError, logger
 from glassengine.executable.cache import CacheWork
 from glassengine.executable.cache_store import Parts
 from glassengine.writing import private_directory, remove_tree, untrusted
-
-logger = logging.getLogger("glassengine")
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _OURS = "GLASS_CC_FLAGS"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,14 +9,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from glassengine.errors import logger
 from glassengine.executable.cache import CompilerCache
 from glassengine.numerics.noise import WideOperands
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.listing import list_nodes, stage_of
 from glassengine.program.representation.program import Program
-
-logger = logging.getLogger("glassengine")
 
 LARGEST = "largest"
 """Key of a program's metadata while it is built: dynamic size -> the largest that the engine will be given.

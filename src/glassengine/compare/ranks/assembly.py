@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from glassengine.compare.ranks.spread import RankArrangement, RankPart, put, take
-
-if TYPE_CHECKING:
-    from torch import Tensor
-import statistics
-from collections import Counter
-from typing import TYPE_CHECKING
-
-from glassengine.compare.ranks.spread import DataLayout, factor_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-import dataclasses
 import itertools
+import math
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
+from glassengine.compare.ranks.spread import DataLayout, RankArrangement, RankPart, factor_of, put, take
 from glassengine.recording.layout.layout import Entry, Sharding
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 EXPLAINED = 0.02
 """Another reading of the parts is right when it leaves at most this fraction of the error."""
@@ -85,8 +69,6 @@ class Assembly:
 
     def whole(self, reference: Tensor) -> Tensor:
         """Return the whole; of copies that differ the worst ones."""
-        import torch
-
         chosen: list[tuple[RankPart, int]] = []
         for members in self.cells():
             if self.kind in (SUM, MEAN, MEAN_OF_SUMS):
@@ -145,8 +127,6 @@ def settled(
         is_of_parameter: Whether the tensor belongs to a parameter, which is the same for all data.
         is_updated: Whether it is what an update made.
     """
-    import torch
-
     cells = assembly.cells()
     parts = assembly.parts
     if all(_same(parts[cell[0]].tensor, parts[i].tensor) for cell in cells for i in cell[1:]):
@@ -179,8 +159,6 @@ def settled(
 
 def _nearest_rows(parts: Sequence[Tensor], reference: Tensor) -> Tensor:
     """Return of each row the one of the part that is nearest to that of the counterpart."""
-    import torch
-
     errors = torch.stack([(part.double() - reference.double()).square().sum(-1) for part in parts]).nan_to_num(math.inf)
     return torch.stack(list(parts)).gather(0, errors.argmin(0)[None, ..., None].expand(1, *parts[0].shape))[0]
 
@@ -191,8 +169,6 @@ def _are_of_table(parts: Sequence[Tensor], reference: Tensor) -> bool:
     Each row of the whole is in one rank, wherever that row is. In place of all others a rank has one row, that of the
     number it puts there; or two, where it cuts numbers off at both ends of its share.
     """
-    import torch
-
     width = reference.shape[-1] if reference.dim() > 1 else 0
     if width < 2 or len(parts) < 2 or any(part.shape != reference.shape for part in parts):
         return False
@@ -214,8 +190,6 @@ def _numbered(parts: Sequence[Tensor], reference: Tensor) -> Tensor:
 
     A rank counts from the first row of its share, and puts some number in place of those it does not have.
     """
-    import torch
-
     found = torch.full_like(reference, -1)
     starts: list[int] = []
     for part in parts:
@@ -238,8 +212,6 @@ def _numbered(parts: Sequence[Tensor], reference: Tensor) -> Tensor:
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
-    import torch
-
     return torch.equal(x, y) or error_of(x, y) == 0
 
 
@@ -414,8 +386,6 @@ def assembled(parts: Sequence[Local]) -> tuple[RankPart, ...]:
 
 def owners(parts: Sequence[Local]) -> Tensor | None:
     """Return which rank each element of one copy is from, given its parts; None where ranks add up to it."""
-    import torch
-
     if any(text in (_SUM, _MEAN) for text in parts[0][2].placements):
         return None
     named = [(rank, torch.full(tensor.shape, rank), _first_copy(one)) for rank, tensor, one in parts]
@@ -427,7 +397,7 @@ def _first_copy(sharding: Sharding) -> Sharding:
     is_copy = [text == _REPLICATED for text in sharding.placements]
     mesh = tuple(1 if copy else size for copy, size in zip(is_copy, sharding.mesh, strict=True))
     at = tuple(0 if copy else place for copy, place in zip(is_copy, sharding.coordinate, strict=True))
-    return dataclasses.replace(sharding, mesh=mesh, coordinate=at, ranks=())
+    return replace(sharding, mesh=mesh, coordinate=at, ranks=())
 
 
 def _order(sharding: Sharding) -> list[int] | None:
@@ -463,8 +433,6 @@ def _joined(by_place: dict[tuple[int, ...], Tensor], sharding: Sharding) -> Tens
 
 
 def _join(placement: str, parts: list[Tensor]) -> Tensor:
-    import torch
-
     shard = _SHARD.fullmatch(placement)
     if shard is not None:
         return torch.cat(parts, int(shard[1]))

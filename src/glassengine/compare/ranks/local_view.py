@@ -16,17 +16,15 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from glassengine.compare.matching.sources import path_of, paths_above, phase_of
 from glassengine.compare.ranks.spread import DataLayout, agreement, share_of_sample, take
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.source import TensorSource
 from glassengine.sites import ROOT
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.:@])")
 _SECOND = f"{ROOT}@1"
@@ -254,8 +252,6 @@ def _of_stages(source: TensorSource, whole: TensorSource, names: LocalNames) -> 
 
 
 def _are_same(source: TensorSource, entry: Entry, other: Entry) -> bool:
-    import torch
-
     if entry.rank == other.rank and entry.location is not None and entry.location == other.location:
         return True
     return torch.equal(source.tensor(entry), source.tensor(other))
@@ -354,8 +350,6 @@ def with_other_stages(layout: DataLayout, ranks: Iterable[int]) -> DataLayout:
 
 def _by_content(usable: Sequence[tuple[Tensor, Mapping[int, Tensor]]], sizes: tuple[int, ...]) -> DataLayout | None:
     """Return who has which rows where they are dealt out in any order; None where rows are alike, or one is missing."""
-    import torch
-
     rows = {_row(usable, i): i for i in range(sizes[0])}
     ranks = sorted(usable[0][1])
     rows_of: dict[int, tuple[int | None, ...]] = {}
@@ -410,23 +404,17 @@ def _spreads(num_ranks: int, counts: Sequence[int]) -> Iterator[list[tuple[int, 
 
 
 def _block(at: int, count: int, size: int) -> Tensor:
-    import torch
-
     one = size // count
     return torch.arange(at * one, (at + 1) * one)
 
 
 def _zigzag(at: int, count: int, size: int) -> Tensor:
-    import torch
-
     if size % (2 * count):
         return _block(at, count, size)
     return torch.cat([_block(at, 2 * count, size), _block(2 * count - 1 - at, 2 * count, size)])
 
 
 def _every(at: int, count: int, size: int) -> Tensor:
-    import torch
-
     return torch.arange(at, size, count)
 
 
@@ -434,7 +422,5 @@ _WAYS: tuple[Callable[[int, int, int], Tensor], ...] = (_block, _zigzag, _every)
 
 
 def _bytes(tensor: Tensor) -> tuple[tuple[int, ...], bytes]:
-    import torch
-
     plain = tensor.detach().contiguous()
     return tuple(plain.shape), plain.reshape(-1).view(torch.uint8).numpy().tobytes()

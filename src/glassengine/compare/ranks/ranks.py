@@ -12,7 +12,9 @@ import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
+
+from torch import Tensor
 
 from glassengine.compare.matching.sources import CACHES, Remark, SourceWrapper, is_of_activation, is_of_parameter
 from glassengine.compare.ranks.assembly import (
@@ -45,9 +47,6 @@ from glassengine.compare.ranks.spread import (
 )
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.source import TensorSource
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _NUM_FACTORS = 48
 """Gradients of a step from which their common factor is derived."""

@@ -13,9 +13,10 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from glassengine.compare.matching.matching import MatchedPair, Matching, by_step
 from glassengine.compare.matching.sources import SourceWrapper, is_of_activation, is_of_parameter
@@ -54,9 +55,6 @@ from glassengine.compare.ranks.spread import (
 )
 from glassengine.recording.layout.layout import Entry, have_same_bytes
 from glassengine.recording.source import TensorSource
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def sides_of_one_rank(left: SourceWrapper, right: SourceWrapper) -> tuple[SourceWrapper, SourceWrapper]:
@@ -195,8 +193,6 @@ class ReshardedRanks(SourceWrapper):
         return way.whole
 
     def _found_way(self, key: _Key) -> tuple[RankArrangement, str]:
-        import torch
-
         ours, theirs = self._joined(key), _parts(self._other, self._theirs.get(key, []))
         shape = tuple(ours[0].tensor.shape)
         is_one = all(part.tensor.shape == ours[0].tensor.shape for part in ours)
@@ -258,8 +254,6 @@ _COPIES, _SUM, _MEAN, _MEAN_OF_SUMS = "in place", "added up", "averaged", "added
 
 
 def _whole(parts: Sequence[RankPart], way: RankArrangement, how: str, num_groups: int) -> Tensor:
-    import torch
-
     whole = torch.empty(way.whole, dtype=parts[0].tensor.dtype)
     for members in Assembly(tuple(parts), way).cells():
         part = parts[members[0]].tensor
@@ -272,8 +266,6 @@ def _whole(parts: Sequence[RankPart], way: RankArrangement, how: str, num_groups
 
 def _num_agreeing(parts: Sequence[RankPart], whole: Tensor, layout: DataLayout | None, how: str, scales: bool) -> int:
     """Return how many parts agree with what `whole` has in their place, in the best of all ways."""
-    import torch
-
     shape = tuple(parts[0].tensor.shape)
     best = 0
     sample = sampled(shape, tuple(whole.shape))
@@ -297,8 +289,6 @@ def _num_agreeing(parts: Sequence[RankPart], whole: Tensor, layout: DataLayout |
 
 
 def _all_same(tensors: Sequence[Tensor], cells: Sequence[Sequence[int]]) -> bool:
-    import torch
-
     return all(torch.equal(tensors[cell[0]], tensors[i]) for cell in cells for i in cell[1:])
 
 
@@ -395,8 +385,6 @@ def _layouts(
 
 
 def _filled(parts: Mapping[int, Tensor], place: Mapping[int, tuple[Tensor | None, ...]], whole: Shape) -> Tensor | None:
-    import torch
-
     first = next(iter(parts.values()))
     if first.dim() > len(whole) + 1 or first.dim() < 1:
         return None

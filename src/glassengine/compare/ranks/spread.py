@@ -8,19 +8,15 @@ at a sample of their elements. Ways are tried in the order in which they are usu
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
-import functools
-from typing import TYPE_CHECKING
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
 from glassengine.compare.matching.sources import CACHES, is_of_parameter
 
 _MAX_GROUP = 64
@@ -103,8 +99,6 @@ def take(whole: Tensor, index: Index) -> Tensor:
 
 def put(whole: Tensor, index: Index, part: Tensor) -> None:
     """Write `part` into `whole` at `index`."""
-    import torch
-
     whole, rest = _narrowed(whole, index)
     if not rest:
         whole.copy_(part)
@@ -158,8 +152,6 @@ def uneven(parts: Sequence[RankPart], whole: Shape, layout: DataLayout | None = 
 
     Those of the rows that each rank was given lie where these do.
     """
-    import torch
-
     shapes = [tuple(part.tensor.shape) for part in parts]
     if any(len(shape) != len(whole) for shape in shapes):
         return None
@@ -234,8 +226,6 @@ def _data_dims(
 
 
 def _flattened(at: tuple[Tensor | None, ...], sizes: tuple[int, ...]) -> Tensor:
-    import torch
-
     rows, columns = (torch.arange(size) if x is None else x for x, size in zip(at, sizes, strict=True))
     return (rows[:, None] * sizes[1] + columns).flatten()
 
@@ -293,8 +283,6 @@ def _coordinates(number: int, axes: Sequence[tuple[int, int]]) -> dict[int, int]
 
 def _share(at: int, count: int, size: int, pieces: tuple[int, ...] | None) -> Tensor:
     """Return the positions of share `at` of `count`: `size` in one run, or a run of each piece."""
-    import torch
-
     if pieces is None:
         return torch.arange(at * size, (at + 1) * size)
     starts = itertools.accumulate((piece * count for piece in pieces), initial=0)
@@ -402,8 +390,6 @@ def factor_of(part: Tensor, reference: Tensor) -> float | None:
 @functools.lru_cache(maxsize=1024)
 def sampled(shape: Shape, whole: Shape) -> tuple[Tensor, ...]:
     """Return the positions of some elements of a part; of a cache that is longer than the whole, of the first ones."""
-    import torch
-
     sizes = [min(p, w) for p, w in zip(shape, whole, strict=True)]
     numel = math.prod(sizes)
     if numel <= _NUM_SAMPLES:

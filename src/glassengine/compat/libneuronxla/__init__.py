@@ -8,8 +8,6 @@ The callback is asked before each execution, of lazy tensors, of `torch.compile(
 snapshots are taken: by `XLA_FLAGS`, or in `glassengine.snapshots.take`.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from glassengine.deferred import deferred

@@ -8,46 +8,29 @@ The device is `glassengine.lazy.device()`, so its type is "lazy" and not "xla". 
 what needs several processes, SPMD or a compiler of XLA is refused when it is called, with what to use in its place.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from glassengine.deferred import deferred
 from glassengine.extensions import plugin
 
 if TYPE_CHECKING:
-    from glassengine.compat.torch_xla import amp, core, debug, distributed, experimental, runtime, test, utils
-    from glassengine.compat.torch_xla.torch_xla import (
-        compile,
-        device,
-        device_count,
-        devices,
-        launch,
-        manual_seed,
-        real_devices,
-        step,
-        sync,
-    )
-
-__all__ = [
-    "amp",
-    "compile",
-    "core",
-    "debug",
-    "device",
-    "device_count",
-    "devices",
-    "distributed",
-    "experimental",
-    "launch",
-    "manual_seed",
-    "real_devices",
-    "runtime",
-    "step",
-    "sync",
-    "test",
-    "utils",
-]
+    from glassengine.compat.torch_xla import amp as amp
+    from glassengine.compat.torch_xla import core as core
+    from glassengine.compat.torch_xla import debug as debug
+    from glassengine.compat.torch_xla import distributed as distributed
+    from glassengine.compat.torch_xla import experimental as experimental
+    from glassengine.compat.torch_xla import runtime as runtime
+    from glassengine.compat.torch_xla import test as test
+    from glassengine.compat.torch_xla import utils as utils
+    from glassengine.compat.torch_xla.torch_xla import compile as compile
+    from glassengine.compat.torch_xla.torch_xla import device as device
+    from glassengine.compat.torch_xla.torch_xla import device_count as device_count
+    from glassengine.compat.torch_xla.torch_xla import devices as devices
+    from glassengine.compat.torch_xla.torch_xla import launch as launch
+    from glassengine.compat.torch_xla.torch_xla import manual_seed as manual_seed
+    from glassengine.compat.torch_xla.torch_xla import real_devices as real_devices
+    from glassengine.compat.torch_xla.torch_xla import step as step
+    from glassengine.compat.torch_xla.torch_xla import sync as sync
 
 plugin("lazy")  # one that is missing is said here, for every module below
 _HERE = "glassengine.compat.torch_xla"
@@ -71,4 +54,5 @@ _PUBLIC = {
     "test": f"{_HERE}.test",
     "utils": f"{_HERE}.utils",
 }
+__all__ = list(_PUBLIC)
 __getattr__, __dir__ = deferred(__name__, _PUBLIC)

@@ -39,29 +39,10 @@ def global_ordinal() -> int:
     return torch.distributed.get_rank() if is_distributed() else environment.rank()
 
 
-def local_ordinal() -> int:
-    """Return the rank of this process on its machine."""
-    return environment.local_rank()
-
-
-def process_index() -> int:
-    """Return the rank of this process among all: each has one device."""
-    return global_ordinal()
-
-
-def process_count() -> int:
-    """Return how many processes there are."""
-    return world_size()
-
-
-def global_device_count() -> int:
-    """Return how many devices all processes have: one each."""
-    return world_size()
-
-
-def global_runtime_device_count() -> int:
-    """Return how many devices all processes have: one each."""
-    return world_size()
+local_ordinal = environment.local_rank
+# Each process has one device.
+process_index = global_ordinal
+process_count = global_device_count = global_runtime_device_count = world_size
 
 
 def addressable_device_count() -> int:
@@ -69,9 +50,7 @@ def addressable_device_count() -> int:
     return 1
 
 
-def addressable_runtime_device_count() -> int:
-    """Return how many devices this process has."""
-    return 1
+addressable_runtime_device_count = addressable_device_count
 
 
 def device_type() -> str:

@@ -91,14 +91,11 @@ def compile(
 @contextlib.contextmanager
 def _region(name: str | None, *, whole: bool, most: int | None, compiled: list[int] | None = None) -> Iterator[None]:
     run_pending()
-    before, settings.each_op = settings.each_op, False
     number = num_compiled()
-    try:
+    with eager_mode_context(False):
         with forbid_reading(f"{name} (full_graph=True)") if whole else contextlib.nullcontext():
             yield
         mark_step()
-    finally:
-        settings.each_op = before
     if most is not None and compiled is not None:
         compiled[0] += num_compiled() - number
         if compiled[0] > most:

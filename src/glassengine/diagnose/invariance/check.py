@@ -43,7 +43,7 @@ from glassengine.results.without_tensors import (
     What,
     concluded,
 )
-from glassengine.serving.protocol import ServingOptions, is_kind
+from glassengine.serving.protocol import ServingOptions, is_served
 from glassengine.stores.places import place
 
 NUM_RUNS = 2
@@ -85,7 +85,7 @@ def check_invariant(
     """
     steps = load_inputs(str(inputs)) if isinstance(inputs, str | Path) else inputs
     given = [steps] if isinstance(steps, Mapping) else steps
-    if isinstance(model, str) and is_kind(model):
+    if isinstance(model, str) and is_served(model):
         options = ServingOptions(library=library, python=python, dtype=dtype)
         names = [invariant] if isinstance(invariant, str) else invariant
         return check_invariant_served(model, names, given[0] if given else None, options)

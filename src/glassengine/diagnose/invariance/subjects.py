@@ -165,12 +165,11 @@ class ModuleSubject(InvarianceSubject):
             calls.setdefault((type(inner), tuple(shapes)), (path, inner, kept[:2], kept[2]))
 
         inner = [(path, one) for path, one in module.named_modules() if not list(one.children())]
-        handles = [one.register_forward_hook(partial(after, path), with_kwargs=True) for path, one in inner]
-        with torch.no_grad(), way.settings():
+        with torch.no_grad(), way.settings(), contextlib.ExitStack() as hooks:
+            for path, one in inner:
+                hooks.enter_context(one.register_forward_hook(partial(after, path), with_kwargs=True))
             for _ in self._calls(module, way, None):
                 pass
-        for handle in handles:
-            handle.remove()
         for path, one, (args, kwargs), result in list(calls.values())[:_MOST_COMPILED]:
             torch._dynamo.reset()
             with contextlib.suppress(Exception), torch.no_grad(), way.settings():

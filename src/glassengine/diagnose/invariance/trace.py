@@ -118,13 +118,9 @@ class CallTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 outputs = [one.clone() for one in tensors_of(result)]
                 self._add(path, type(module).__name__, line_of(module), inputs=inputs, outputs=outputs)
 
-        handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after)]
-        try:
-            with contextlib.nullcontext() if self._modules_only else self:
-                yield self
-        finally:
-            for handle in handles:
-                handle.remove()
+        inside = contextlib.nullcontext() if self._modules_only else self
+        with register_module_forward_pre_hook(before), register_module_forward_hook(after), inside:
+            yield self
 
     def begin(self, call: int, given: Any) -> None:
         """Begin a call whose inputs are `given`."""

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -96,10 +97,7 @@ def seed() -> None:
     """Set the seeds that models draw from."""
     torch.manual_seed(0)
     random.seed(0)
-    with contextlib.suppress(ImportError):
-        import numpy as np
-
-        np.random.seed(0)
+    np.random.seed(0)
 
 
 class Garbage(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import tempfile
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +83,7 @@ def _note(score: Score, node: str, suspects: Sequence[str], sites: dict[str, str
         named = ", ".join(sites.get(suspect, suspect) for suspect in suspects[:5])
         text = f"{num_builds} builds: one of {len(suspects)} ops made it wrong: {named}"
     hints = (Hint("other", text, 1.0, evidence="bisection"), *divergence.hints)
-    score.divergences[node] = dataclasses.replace(divergence, hints=hints)
+    score.divergences[node] = replace(divergence, hints=hints)
 
 
 NUM_OUTPUTS = 3

@@ -14,8 +14,6 @@ suspicious at least, since it is not declared.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import logging
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +25,7 @@ import torch
 
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.levels import add_op_by_op
-from glassengine.errors import BackendError, first_line
+from glassengine.errors import BackendError, first_line, logger
 from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import Severity
 from glassengine.judge.sides.module import ModuleSide
@@ -47,7 +45,7 @@ from glassengine.workers import Died
 from glassengine.workers.processes import Processes
 
 OnStep = Callable[[Case, int, Mapping[str, float]], None]
-logger = logging.getLogger("glassengine")
+
 _case: int | None = None
 """In a worker, the case that is wanted."""
 _LEAST = 3
@@ -127,7 +125,7 @@ def explain(engine: Score, alone: Score) -> None:
         )
         if verdict in FLAGGED:
             hint = Hint("other", f"{op} compiled alone is {verdict} as well", 0.9, evidence="kernel")
-        engine.divergences[node] = dataclasses.replace(found, hints=(hint, *found.hints))
+        engine.divergences[node] = replace(found, hints=(hint, *found.hints))
 
 
 def severity_counter(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,14 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from glassengine.errors import UsageError
+from glassengine.errors import UsageError, logger
 from glassengine.judge.cases import Inputs
 from glassengine.program.parallel.placements import Mesh
 from glassengine.progress import Progress, silent
 from glassengine.results import Comparison, Policy
 from glassengine.serving.protocol import ServingOptions
-
-logger = logging.getLogger("glassengine")
 
 Model = str | Path | nn.Module
 

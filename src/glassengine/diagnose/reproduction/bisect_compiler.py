@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import logging
 import signal
 import tempfile
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ import torch
 
 from glassengine import starting
 from glassengine.backends.protocol.backend import Backend
-from glassengine.errors import GlassError, UsageError
+from glassengine.errors import GlassError, UsageError, logger
 from glassengine.executable.graph import CapturedGraph, InputSpec, input_spec
 from glassengine.judge.flat_graphs import compile_run, module_path
 from glassengine.judge.pieces import NodeRecorder, Piece, clone, piece_of, smallest_failing
@@ -31,8 +30,6 @@ from glassengine.judge.replay.expected import expected_of, judged
 from glassengine.program.representation.naming import source_line
 from glassengine.progress import Progress, Work
 from glassengine.results.recorded import Bisection, Failure, MinimalOp
-
-logger = logging.getLogger("glassengine")
 
 
 @dataclass

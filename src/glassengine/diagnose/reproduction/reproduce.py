@@ -7,7 +7,6 @@ before it (a mistake of fusion). Where none of them shows it, what was recorded 
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ import torch
 
 from glassengine.diagnose.reproduction.bisect_compiler import compiler_settings
 from glassengine.diagnose.reproduction.files import Reproduction, run_reproduction, write_reproduction
-from glassengine.errors import GlassError, UsageError
+from glassengine.errors import GlassError, UsageError, logger
 from glassengine.judge.pieces import Piece
 from glassengine.judge.replay.expected import expected_of
 from glassengine.judge.verdict.evidence import Evidence
@@ -30,8 +29,6 @@ from glassengine.program.representation.naming import source_line
 from glassengine.program.representation.program import Program
 from glassengine.results import Divergence, Findings
 from glassengine.results.recorded import Bisection
-
-logger = logging.getLogger("glassengine")
 
 _RUNNERS: Mapping[str, tuple[tuple[str, Mapping[str, Any]], ...]] = {
     "inductor": (("inductor", {}), ("aot_inductor", {"freezing": True})),

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import re
 import tempfile
 import weakref
@@ -52,7 +51,7 @@ from glassengine.engine.build.write import (
 from glassengine.engine.recorded_model import directory_to_record
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.load import load
-from glassengine.errors import UsageError
+from glassengine.errors import UsageError, logger
 from glassengine.program import LoadedModel, Program, export_programs, load_inputs, load_model, made_up_inputs
 from glassengine.program.generation import PLAIN
 from glassengine.program.inputs.user_inputs import in_order
@@ -69,8 +68,6 @@ from glassengine.stores.places import RemotePath, place
 from glassengine.workers import Died
 from glassengine.workers.processes import Processes
 from glassengine.writing import remove_tree
-
-logger = logging.getLogger("glassengine")
 
 Model = str | Path | nn.Module
 Inputs = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]

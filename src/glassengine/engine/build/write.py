@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from glassengine.engine.build.plan import BuildSettings, planned_outputs
 from glassengine.engine.files import list_files
 from glassengine.engine.manifest import AddedOutput, CutWeight, Manifest, TensorEntry, instruction_flags, write_manifest
 from glassengine.engine.run.member import part_of, placeholder_group
-from glassengine.errors import UsageError
+from glassengine.errors import UsageError, logger
 from glassengine.executable.graph import captured_program
 from glassengine.executable.run.executable import compile_executable
 from glassengine.program import LoadedModel, Program
@@ -45,8 +43,6 @@ from glassengine.program.representation.program import (
 )
 from glassengine.program.representation.stored import save_program
 from glassengine.progress import Progress, Work, silent
-
-logger = logging.getLogger("glassengine")
 
 
 @dataclass(frozen=True)
@@ -143,7 +139,7 @@ def for_compiler(program: Program, settings: BuildSettings) -> Program:
     sizes = {"batch": settings.max_batch_size, "cache": length, "sequence": length, SIZE: length}
     largest = sizes if program.layout is not None else {}
     asked = {LARGEST: largest, DEVICE: settings.device, BATCH_INVARIANT: settings.batch_invariant}
-    return dataclasses.replace(program, metadata={**program.metadata, **asked})
+    return replace(program, metadata={**program.metadata, **asked})
 
 
 def _options(settings: BuildSettings) -> dict[str, Any]:
@@ -364,10 +360,10 @@ def write_ranks(
     backend, _ = choose_backend(settings.backend)
     plan = plan_of(program, model, mesh)
     _, added, left_out = planned_outputs(program, settings)
-    alone = dataclasses.replace(settings, implicit_outputs=False, passes=(), reloadable=False, notes=())
-    alone = dataclasses.replace(alone, all_logits=True)
+    alone = replace(settings, implicit_outputs=False, passes=(), reloadable=False, notes=())
+    alone = replace(alone, all_logits=True)
     for rank, part in rank_programs(program, plan, mesh):
-        alone = dataclasses.replace(alone, add_output=_outputs_of(part, added))
+        alone = replace(alone, add_output=_outputs_of(part, added))
         progress(Work.COMPILING.says(f"rank {rank} of {mesh.size}", rank, mesh.size))
         where = part_of(directory, rank)
         where.mkdir()
@@ -382,13 +378,13 @@ def write_ranks(
         backend,
         directory,
         name,
-        dataclasses.replace(settings, notes=notes),
+        replace(settings, notes=notes),
         model,
         program.inputs,
         added_outputs=(),
         left_out=left_out,
         weights="all",
         shares_weights=False,
-        mesh=dataclasses.asdict(mesh),
+        mesh=asdict(mesh),
         placements={weight: CutWeight(cut.axis, cut.blocks) for weight, cut in cuts.items()},
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,11 +27,9 @@ from glassengine.engine.session.debug_buffers import automatic_chunk
 from glassengine.engine.session.loaded import LoadedEngine
 from glassengine.engine.session.session import Session
 from glassengine.engine.tokenizing import TextCallback, TextStream, decode
-from glassengine.errors import CorruptError, GlassError, UnknownNameError, UsageError
+from glassengine.errors import CorruptError, GlassError, UnknownNameError, UsageError, logger
 from glassengine.reading.documents import read_document
 from glassengine.results.engines import Generation
-
-logger = logging.getLogger("glassengine")
 
 FILE = "generation_config.json"
 MAX_BYTES = 16 << 20

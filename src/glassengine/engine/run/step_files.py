@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 
 from glassengine import environment
-from glassengine.errors import UsageError
+from glassengine.errors import UsageError, logger
 from glassengine.recording.formats.files import save_pt
 from glassengine.recording.layout.tensors import summarize
 from glassengine.sites import patterns_of
@@ -31,8 +30,6 @@ from glassengine.writing import ASIDE, aside, held, put_away
 
 if TYPE_CHECKING:
     from glassengine.engine.session.session import Session
-
-logger = logging.getLogger("glassengine")
 
 FORMATS = ("pt", "txt", "npy")
 NAMES = "npy-names.json"

@@ -8,9 +8,8 @@ Shape legend: B batch, S new tokens.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -162,7 +161,7 @@ def check_prompts(manifest: Manifest, tokens: torch.Tensor, mask: torch.Tensor, 
     ids = token_row(manifest, tokens, batch_size=batch_size, room=room)
     # Sizes have rows of their own; what the engine was built for does not depend on what was given.
     vocab = f", ids 0..{manifest.vocab_size - 1}" if manifest.vocab_size else ""
-    ids = dataclasses.replace(ids, built=f"int64 cpu [1..{manifest.max_batch_size}, 1..{manifest.max_seq_len}]{vocab}")
+    ids = replace(ids, built=f"int64 cpu [1..{manifest.max_batch_size}, 1..{manifest.max_seq_len}]{vocab}")
     refuse(manifest.name, [*size_rows(manifest, batch_size, length), ids, mask_row(mask, tokens)])
 
 

@@ -30,11 +30,9 @@ from glassengine.engine.session.checks import (
 from glassengine.engine.session.debug_buffers import DebugBuffers, PieceOutputs, select_names
 from glassengine.engine.session.images import PromptImages
 from glassengine.engine.session.loaded import LoadedEngine, Step
-from glassengine.errors import UsageError
+from glassengine.errors import UsageError, logger
 from glassengine.program.kinds.image_text import INDEX
 from glassengine.program.representation.kept_logits import KEPT
-
-logger = logging.getLogger("glassengine")
 
 
 class Session:

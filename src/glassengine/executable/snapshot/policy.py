@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from glassengine.errors import UsageError
+from glassengine.errors import UsageError, logger
 
 Occasion = Literal["every", "nonfinite", "error"]
 KeepInputs = Literal["reference", "device", "host"]
@@ -18,7 +17,7 @@ KEEP_INPUTS: tuple[KeepInputs, ...] = get_args(KeepInputs)
 CONTENTS = ("inputs", "outputs", "inputs outputs")
 
 MIN_FREE_BYTES = 1 << 30
-logger = logging.getLogger("glassengine")
+
 Callback = Callable[[str, int, int], str]
 WORDS = frozenset({"inputs", "outputs"})
 _lock = threading.Lock()

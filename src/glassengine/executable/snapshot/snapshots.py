@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import shlex
 from collections import Counter
 from collections.abc import Iterable
@@ -21,7 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from glassengine import environment
-from glassengine.errors import UnknownNameError, UsageError, nearest
+from glassengine.errors import UnknownNameError, UsageError, logger, nearest
 from glassengine.executable.graph import add_source, attach, detach
 from glassengine.executable.snapshot.policy import (
     CONTENTS,
@@ -35,7 +34,6 @@ from glassengine.executable.snapshot.policy import (
 from glassengine.executable.snapshot.taker import SnapshotTaker
 from glassengine.writing import local
 
-logger = logging.getLogger("glassengine")
 DIRECTORY = "dump"
 """Where snapshots go when XLA_FLAGS names no directory: that of the examples of the documents."""
 _OFF = ("", "0", "false", "off", "no")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import os
 import shlex
 import shutil
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from glassengine import environment, spans
+from glassengine.errors import logger
 from glassengine.executable.graph import CapturedGraph, Execution
 from glassengine.executable.snapshot.keeper import Keeper, rng_states, set_rng_states
 from glassengine.executable.snapshot.nonfinite import (
@@ -40,8 +40,6 @@ from glassengine.executable.snapshot.policy import SnapshotPolicy, ask_callback,
 from glassengine.executable.snapshot.tensors import obstacle
 from glassengine.executable.snapshot.writer import SnapshotWriter, Taken
 from glassengine.executable.steps import current_step
-
-logger = logging.getLogger("glassengine")
 
 _MAX_ERROR_CHARACTERS = 8000
 

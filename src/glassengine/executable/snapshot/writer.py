@@ -6,17 +6,15 @@ of a snapshot gets outputs that came after it was written.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime as dt
 import errno
 import functools
 import hashlib
-import logging
 import os
 import socket
 import threading
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ import torch
 from torch import Tensor
 
 from glassengine import environment
-from glassengine.errors import first_line
+from glassengine.errors import first_line, logger
 from glassengine.executable.graph import CapturedGraph
 from glassengine.executable.snapshot import layout
 from glassengine.executable.snapshot.graph import flatten, graph_archive
@@ -41,8 +39,6 @@ from glassengine.executable.snapshot.tensors import (
 from glassengine.program.onnx.translated import without_data
 from glassengine.recording.layout.tensors import bytes_of, dtype_name, summarize
 from glassengine.writing import aside, crc32, remove_tree
-
-logger = logging.getLogger("glassengine")
 
 _MAX_REASON = 200
 _WEIGHT_KINDS = ("parameter", "buffer", "constant")
@@ -250,7 +246,7 @@ class SnapshotWriter:
         for entry in self._write_values(home, layout.INPUTS, given, constant=held.keys() | constants.keys()):
             spec = specs.get(entry.name)
             if spec is not None:
-                entry = dataclasses.replace(entry, requires_grad=spec.requires_grad, is_mutated=spec.is_mutated)
+                entry = replace(entry, requires_grad=spec.requires_grad, is_mutated=spec.is_mutated)
             found.append(entry)
         return found
 
@@ -277,7 +273,7 @@ class SnapshotWriter:
             checksums = write_tensors(home.path / file, {file_key(name): tensor for name, tensor in rest.items()})
             places |= {name: StoredPlace(file, file_key(name), checksums[file_key(name)]) for name in rest}
         for name, place in places.items():
-            entries[name] = dataclasses.replace(entries[name], file=place.file, key=place.key, crc32=place.crc32)
+            entries[name] = replace(entries[name], file=place.file, key=place.key, crc32=place.crc32)
         return list(entries.values())
 
 
@@ -343,11 +339,11 @@ def _entry(name: str, kind: str, value: Any, redact: bool) -> SnapshotEntry:
     if not isinstance(value, Tensor):
         entry = plain_entry(name, kind, value)
         is_hidden = redact and isinstance(value, (float, str))
-        return dataclasses.replace(entry, value=None, left_out="redacted") if is_hidden else entry
+        return replace(entry, value=None, left_out="redacted") if is_hidden else entry
     stride = tuple(value.stride()) if value.layout == torch.strided else ()
     shape, problem = tuple(value.shape), obstacle(value)
     entry = SnapshotEntry(name, kind, dtype_name(value.dtype), shape, stride, str(value.device), left_out=problem)
     if problem is not None or not redact:
         return entry
     digest = hashlib.sha256(bytes_of(value.detach())).hexdigest()
-    return dataclasses.replace(entry, sha256=digest, statistics=summarize(value.detach()).to_dict())
+    return replace(entry, sha256=digest, statistics=summarize(value.detach()).to_dict())

@@ -21,7 +21,17 @@ from glassengine.judge.hypotheses.trials.hypothesis import called, constants_of,
 from glassengine.judge.hypotheses.trials.question import Question, TheirRegion, broadcasts_alike, in_its_dtype, noise_of
 from glassengine.judge.hypotheses.trials.trial import FAILS, OF_DIFFERENCES, Budget, Trial, real_parts
 from glassengine.judge.pieces import Piece, cut
-from glassengine.judge.site_pairs import ancestors, done_later, down, origin_of, passed_on, readers_of, region_of, up
+from glassengine.judge.site_pairs import (
+    ancestors,
+    done_earlier,
+    done_later,
+    down,
+    origin_of,
+    passed_on,
+    readers_of,
+    region_of,
+    up,
+)
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name, source_line
 from glassengine.program.representation.program import Program
@@ -109,16 +119,23 @@ class MistakeSearch:
         return hint
 
     def _in_place(self, node: Node, hint: Hint) -> Hint:
-        """Return a hint that says after what the candidate does an op that is missing where the baseline has it."""
+        """Return a hint that says where the candidate does an op that is missing where the baseline has it."""
         there = self.counterpart(node)
-        later = None if there is None or not hint.proven else done_later(node, there, self.counterparts)
-        if later is None or there is None:
+        if there is None or not hint.proven:
             return hint
-        others = (one for one in node.all_input_nodes if self.counterparts.get(one.name) != there.name)
+        if (later := done_later(node, there, self.counterparts)) is not None:
+            others = [one for one in node.all_input_nodes if self.counterparts.get(one.name) != there.name]
+            after = next(op_name(origin_of(one)) for one in later.all_input_nodes if there in ancestors(one))
+            where = f"after {after}, not before it"
+        elif (earlier := done_earlier(node, there, self.counterparts)) is not None:
+            read = {source.name for source in earlier.all_input_nodes}
+            others = [one for one in node.all_input_nodes if self.counterparts.get(one.name, one.name) in read]
+            where = f"before {op_name(origin_of(there))}, not after it"
+        else:
+            return hint
         what = " and ".join(self._maker(one, self._site(node.name)) for one in others)
         done = f"{op_name(node)} with {what}" if what else op_name(node)
-        after = next(op_name(origin_of(one)) for one in later.all_input_nodes if there in ancestors(one))
-        return replace(hint, text=f"{done} is done after {after}, not before it", evidence="order")
+        return replace(hint, text=f"{done} is done {where}", evidence="order")
 
     def _best(
         self, node: Node, actual: Tensor, valid: Tensor | None, budget: Budget, only: tuple[float, Family] | None = None

@@ -15,9 +15,8 @@ that are made of weights alone, which compilers fold.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -211,7 +210,7 @@ class OneOp(Expected):
         """Return the same with its inputs, or its result, read in another way."""
         floor = self.ops.relative_floors.get(self.claim.node.name, 0.0) if runs is None else 0.0
         reference = _reference(self.claim, operation.exact, native, [], floor)
-        return dataclasses.replace(self, reference=reference, operation=operation, carried=carried, runs=runs)
+        return replace(self, reference=reference, operation=operation, carried=carried, runs=runs)
 
     @torch.no_grad()
     def judge(self, result: Tensor) -> Judgement:
@@ -268,7 +267,7 @@ class OneOp(Expected):
         if isinstance(op.target, Composite):
             inside = op.target.rounded(sampled(generator, lambda *_: self.claim.candidate.dtype, how))
             part = part_of(self.claim.node, op)
-            operation = dataclasses.replace(operation, target=lambda *a, **k: part(inside(*a, **k)))
+            operation = replace(operation, target=lambda *a, **k: part(inside(*a, **k)))
             return [operation.on(read) for _ in range(NUM_RUNS)]
         runs = []
         for _ in range(NUM_NOISE_RUNS):

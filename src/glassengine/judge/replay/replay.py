@@ -17,9 +17,8 @@ Where `noise_ratio` is None nothing was rounded: only the explanations of choice
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -227,11 +226,11 @@ def in_any_order(one: OneOp, first: ReplayedTensor | None) -> Iterator[ReplayedT
         value: torch.Tensor = operation.target(*args, **kwargs)
         return value.sort(dim).values
 
-    ordered = dataclasses.replace(operation, target=in_order, exact=operation.exact.sort(dim).values)
+    ordered = replace(operation, target=in_order, exact=operation.exact.sort(dim).values)
     ours, theirs = (side.sort(dim) for side in (one.reference.native, one.claim.candidate))
     found = one.read(ordered, ours.values).judge(theirs.values)
     if found.verdict not in FLAGGED and not torch.equal(ours.indices, theirs.indices):
-        found = dataclasses.replace(found, verdict="rounding", reason=TIE, is_tie=True)
+        found = replace(found, verdict="rounding", reason=TIE, is_tie=True)
     yield ReplayedTensor(found, operation.exact, one.judge)
 
 
@@ -263,7 +262,7 @@ def computed_again(one: OneOp, first: ReplayedTensor | None) -> Iterator[Replaye
             return
         made, carried = read
         again = one.read(made, made.exact.to(one.claim.candidate.dtype), carried)
-        again = dataclasses.replace(again, args=made.args, kwargs=made.kwargs)
+        again = replace(again, args=made.args, kwargs=made.kwargs)
         yield again.replayed(one.claim.candidate)
 
 
@@ -301,8 +300,8 @@ def written_out(one: OneOp, first: ReplayedTensor | None) -> Iterator[ReplayedTe
     found, size = expected.reference.exact, torch.maximum(right.abs(), given.abs())
     is_same = found.shape == right.shape and bool(((found - right).abs() <= _EQUAL * size).all())
     if is_same and expected.judge(claim.candidate).verdict != "wrong":
-        judgement = dataclasses.replace(first.judgement, verdict="rounding", reason=ROUNDED_IN_STEPS)
-        yield dataclasses.replace(first, judgement=judgement)
+        judgement = replace(first.judgement, verdict="rounding", reason=ROUNDED_IN_STEPS)
+        yield replace(first, judgement=judgement)
 
 
 def _may_be_in_any_order(one: OneOp) -> bool:
@@ -373,7 +372,7 @@ def explained(one: OneOp) -> ReplayedTensor | None:
     first = None
     for explanation in EXPLANATIONS:
         for found in explanation.replays(one, first):
-            found = dataclasses.replace(found, explanation=explanation.name, again=partial(_explained_again, one))
+            found = replace(found, explanation=explanation.name, again=partial(_explained_again, one))
             if found.judgement.verdict not in FLAGGED:
                 return found
             first = first or found
@@ -381,7 +380,7 @@ def explained(one: OneOp) -> ReplayedTensor | None:
 
 
 def _explained_again(one: OneOp, result: torch.Tensor) -> Judgement:
-    found = explained(dataclasses.replace(one, claim=dataclasses.replace(one.claim, candidate=result)))
+    found = explained(replace(one, claim=replace(one.claim, candidate=result)))
     assert found is not None  # the same explanations are tried
     return found.judgement
 

@@ -126,17 +126,8 @@ class OpByOpSide(ProgramSide):
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Interpret one step; see `ProgramSide.run`."""
-        by_node = {port.node: inputs[port.name] for port in self.program.inputs} | self.program.weights()
-        graph = self.program.graph
-        with torch.no_grad():
-            values = _Alone(self).run(
-                *(by_node.get(node.name) for node in graph.find_nodes(op="placeholder")), enable_io_processing=False
-            )
-        by_output = {
-            spec.arg.name: value
-            for spec, value in zip(self.program.exported.graph_signature.output_specs, values, strict=True)
-        }
-        return {name: by_output[node] for name, node in self.program.output_nodes.items()}
+        results = self.program.interpreted(_Alone(self), inputs)
+        return {name: results[node] for name, node in self.program.output_nodes.items()}
 
 
 class _Alone(Interpreter):

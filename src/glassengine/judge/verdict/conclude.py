@@ -24,6 +24,7 @@ from glassengine.judge.verdict.corrections import (
     is_of_both,
     line_of_number,
     line_of_reader,
+    line_replaced,
     lines_of_region,
     lines_that_differ,
     with_lines,
@@ -326,6 +327,8 @@ def as_written(score: Score, program: Program, divergence: Divergence) -> Diverg
     own, known = score.side.program, score.side.counterparts
     line = line_of_number(own, known, divergence) or line_of_reader(program, own, known, divergence)
     is_told = line is not None and not is_of_both(program, line)
+    if line and is_told and (ours := line_replaced(program, own, named.source, line)):
+        return dataclasses.replace(named, source=ours, candidate_source=line)
     both = None if is_told else lines_that_differ(program, own, known, divergence)
     beside = None if both is not None else lines_of_region(program, own, known, divergence)
     if beside is not None and not _is_right(score, program, beside[0]):

@@ -139,6 +139,14 @@ def is_of_both(baseline: Program, line: str | None) -> bool:
     return _code(line) in _lines(baseline, "").values()
 
 
+def line_replaced(baseline: Program, program: Program | None, ours: str | None, theirs: str) -> str | None:
+    """Return the line of the baseline that the candidate has another one for, where that of the op is in both."""
+    node = None if program is None else next((one.node for one in program.sites if one.source == theirs), None)
+    if program is None or node is None or not is_of_both(program, ours):
+        return None
+    return _changed(program, baseline, program.node(node))
+
+
 def lines_of_region(
     baseline: Program, program: Program | None, counterparts: Mapping[str, str], divergence: Divergence
 ) -> tuple[str, str] | None:

@@ -239,8 +239,6 @@ def judge_collectives(score: Score, case: Case, step: int) -> None:
                 confidence=1.0,
                 verdict=verdict,
                 judged_by="bound of a sum",
-                figures=None,
-                noise_ratio=None,
                 bound_ratio=worst,
                 level=level,
                 case=case.name,
@@ -258,10 +256,7 @@ def judge_collectives(score: Score, case: Case, step: int) -> None:
                 candidate_site=one.name,
                 source=site.source,
                 verdict=verdict,
-                noise_ratio=None,
                 bound_ratio=worst,
-                introduced=None,
-                inherited=None,
                 rank=wrong[0] if len(wrong) == 1 and len(ratios) > 1 else None,
             )
             score.divergences.setdefault(name, found)

@@ -133,7 +133,7 @@ _sites: dict[str, int] = {}
 """Names of outputs -> what stands for them in a key."""
 
 
-def pending(outputs: Sequence[LazyValue]) -> Pending:
+def pending_graph(outputs: Sequence[LazyValue]) -> Pending:
     """Return the calls that make `outputs`, which are pending, each once, and what else someone looks at of them."""
     waiting = [value.call for value in outputs if value.call is not None]
     visited: dict[int, LazyCall] = {}

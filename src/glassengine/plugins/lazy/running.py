@@ -25,7 +25,7 @@ from glassengine.errors import BackendError, UsageError
 from glassengine.executable.compilation import FIRST, Occasion
 from glassengine.executable.counters import registry
 from glassengine.executable.run.executable import compile_graph
-from glassengine.plugins.lazy.graphs import Pending, awaited, captured, pending
+from glassengine.plugins.lazy.graphs import Pending, awaited, captured, pending_graph
 from glassengine.plugins.lazy.memory import viewed
 from glassengine.plugins.lazy.rules import takes_any_number
 from glassengine.plugins.lazy.settings import LazyExecutable, LazyGraph, Reason, bytes_of, settings
@@ -156,7 +156,7 @@ def _spelled(values: Mapping[int, LazyValue]) -> str:
 def _run(values: list[LazyValue], reason: Reason) -> None:
     if not values:
         return
-    made_by = pending(values)
+    made_by = pending_graph(values)
     if reason.kind != "step" and len(made_by.calls) > _MOST_CALLS_AGAIN:
         # Else each read of code without steps would compute all of it once more.
         calls = {call.number for call in made_by.calls}
@@ -164,7 +164,7 @@ def _run(values: list[LazyValue], reason: Reason) -> None:
         for memory in pending_memories():
             if memory.value.call.number in calls:  # type: ignore[union-attr]
                 kept[id(memory.value)] = memory.value
-        made_by = pending(list(kept.values()))
+        made_by = pending_graph(list(kept.values()))
     compiler = settings.compiler()
     form = skeleton(made_by)
     sample = None if form is None else sample_of(made_by)

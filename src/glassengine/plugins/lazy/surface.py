@@ -21,19 +21,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from glassengine.backends.registry import choose_graph_backend
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.executable.steps import before_end_of_step
-from glassengine.plugins.lazy.dispatching import DispatchRecorder, fallbacks
-from glassengine.plugins.lazy.graphs import captured, mark_taps, pending, place_of
+from glassengine.plugins.lazy.dispatching import DispatchRecorder
+from glassengine.plugins.lazy.graphs import captured, mark_taps, pending_graph, place_of
 from glassengine.plugins.lazy.recording import held, lazy_tensor, recorded
 from glassengine.plugins.lazy.running import run_pending
 from glassengine.plugins.lazy.settings import settings
 from glassengine.plugins.lazy.tensor import DEVICE, LazyTensor
 from glassengine.plugins.lazy.values import LazyMemory, LazyValue, pending_memories
 from glassengine.results.backends import PendingTensor
-
-__all__ = [
-    "LazyTensor", "device", "fallbacks", "graph", "is_lazy", "mark_dynamic", "mode", "module", "pending_tensors",
-    "tensor", "text",
-]  # fmt: skip
 
 
 def device() -> torch.device:
@@ -293,7 +288,7 @@ def mode(mode: Mode = "lazy", *, backend: str | None = None) -> Iterator[torch.d
         settings.backend, settings.each_op = before
 
 
-def pending_tensors() -> tuple[PendingTensor, ...]:
+def pending() -> tuple[PendingTensor, ...]:
     """Return the tensors that have no value yet, in the order in which they were written."""
     found = []
     for memory in pending_memories():
@@ -317,7 +312,7 @@ def graph(tensors: torch.Tensor | Sequence[torch.Tensor]) -> torch.fx.GraphModul
     """
     values = _values(tensors)
     waiting = [value for value in values if value.data is None]
-    return captured(pending(waiting), frozenset(), {})[0].module
+    return captured(pending_graph(waiting), frozenset(), {})[0].module
 
 
 def text(tensors: torch.Tensor | Sequence[torch.Tensor]) -> str:
@@ -329,7 +324,7 @@ def text(tensors: torch.Tensor | Sequence[torch.Tensor]) -> str:
     values = [value for value in _values(tensors) if value.data is None]
     if not values:
         return "nothing is pending"
-    made, *_ = captured(pending(values), frozenset(), {})
+    made, *_ = captured(pending_graph(values), frozenset(), {})
     lines = []
     for line, node in zip(made.lines, made.nodes, strict=True):
         where = made.describe(node)

@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+import onnx
 import torch
+from onnx import helper, numpy_helper
 from torch import Tensor
 
 from glassengine.errors import UsageError
 from glassengine.program.onnx.file import OnnxFile, free_names
 from glassengine.program.onnx.grids import SMALL, GridNames, grids_of
-
-if TYPE_CHECKING:
-    import onnx
 
 Exact = Callable[[Tensor, Tensor], Tensor | None]
 """Takes the numbers that a quantized weight stands for and their steps; returns what was quantized, if known."""
@@ -55,8 +53,6 @@ class _Twin:
         self._held: dict[str, Tensor] = {}
 
     def model(self) -> onnx.ModelProto:
-        from onnx import helper, numpy_helper
-
         source = self._file.model
         returned = {value.name for value in source.graph.output}
         for node in source.graph.node:
@@ -178,8 +174,6 @@ class _Twin:
         return (numbers if known is None else known).to(self._weights[grid.scale].dtype)
 
     def _add(self, kind: str, inputs: list[str], output: str, like: onnx.NodeProto | None) -> None:
-        from onnx import helper
-
         node = helper.make_node(kind, inputs, [output], name=like.name if like is not None else output)
         if like is not None and kind != "Identity":
             node.attribute.extend(entry for entry in like.attribute if entry.name not in _OWN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,54 +15,29 @@ from glassengine.program.onnx.file import torch_dtype
 from glassengine.program.onnx.function import OnnxFunction
 
 _aten = torch.ops.aten
-
+_OF_THE_SAME_NAME = (
+    "Abs Acos Acosh Asin Asinh Atan Atanh Ceil Cos Cosh Erf Exp Floor HardSwish IsNaN Log Mish Neg Reciprocal Relu "
+    "Round Sigmoid Sign Sin Sinh Softplus Sqrt Tan Tanh"
+)
+same({name: getattr(_aten, name.lower()).default for name in _OF_THE_SAME_NAME.split()})
 same(
     {
-        "Abs": _aten.abs.default,
-        "Acos": _aten.acos.default,
-        "Acosh": _aten.acosh.default,
         "Add": _aten.add.Tensor,
         "And": _aten.logical_and.default,
-        "Asin": _aten.asin.default,
-        "Asinh": _aten.asinh.default,
-        "Atan": _aten.atan.default,
-        "Atanh": _aten.atanh.default,
         "BitwiseAnd": _aten.bitwise_and.Tensor,
         "BitwiseNot": _aten.bitwise_not.default,
         "BitwiseOr": _aten.bitwise_or.Tensor,
         "BitwiseXor": _aten.bitwise_xor.Tensor,
-        "Ceil": _aten.ceil.default,
-        "Cos": _aten.cos.default,
-        "Cosh": _aten.cosh.default,
         "Equal": _aten.eq.Tensor,
-        "Erf": _aten.erf.default,
-        "Exp": _aten.exp.default,
-        "Floor": _aten.floor.default,
         "Greater": _aten.gt.Tensor,
         "GreaterOrEqual": _aten.ge.Tensor,
-        "HardSwish": _aten.hardswish.default,
         "Identity": _aten.clone.default,
-        "IsNaN": _aten.isnan.default,
         "Less": _aten.lt.Tensor,
         "LessOrEqual": _aten.le.Tensor,
-        "Log": _aten.log.default,
-        "Mish": _aten.mish.default,
         "Mul": _aten.mul.Tensor,
-        "Neg": _aten.neg.default,
         "Not": _aten.logical_not.default,
         "Or": _aten.logical_or.default,
-        "Reciprocal": _aten.reciprocal.default,
-        "Relu": _aten.relu.default,
-        "Round": _aten.round.default,
-        "Sigmoid": _aten.sigmoid.default,
-        "Sign": _aten.sign.default,
-        "Sin": _aten.sin.default,
-        "Sinh": _aten.sinh.default,
-        "Softplus": _aten.softplus.default,
-        "Sqrt": _aten.sqrt.default,
         "Sub": _aten.sub.Tensor,
-        "Tan": _aten.tan.default,
-        "Tanh": _aten.tanh.default,
         "Where": _aten.where.self,
         "Xor": _aten.logical_xor.default,
     }
@@ -88,19 +64,13 @@ def _bit_shift(x: Tensor, y: Tensor, *, direction: str) -> Tensor:
     return x << y if direction == "LEFT" else x >> y
 
 
-@computes("maximum", "Max")
-def _max(*values: Tensor) -> Tensor:
-    return functools.reduce(torch.maximum, values).clone()
+def _combines(name: str, op_type: str, combine: Callable[[Tensor, Tensor], Tensor]) -> None:
+    computes(name, op_type)(lambda *values: functools.reduce(combine, values).clone())
 
 
-@computes("minimum", "Min")
-def _min(*values: Tensor) -> Tensor:
-    return functools.reduce(torch.minimum, values).clone()
-
-
-@computes("sum", "Sum")
-def _sum(*values: Tensor) -> Tensor:
-    return functools.reduce(torch.add, values).clone()
+_combines("maximum", "Max", torch.maximum)
+_combines("minimum", "Min", torch.minimum)
+_combines("sum", "Sum", torch.add)
 
 
 @computes("mean", "Mean")
@@ -121,6 +91,11 @@ def _isinf(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1) -> 
     return (x.isneginf() & bool(detect_negative)) | (x.isposinf() & bool(detect_positive))
 
 
+computes("elu", "Elu")(F.elu)
+computes("celu", "Celu")(F.celu)
+computes("softsign", "Softsign")(F.softsign)
+
+
 @computes("leaky_relu", "LeakyRelu")
 def _leaky_relu(x: Tensor, *, alpha: float = 0.01) -> Tensor:
     return F.leaky_relu(x, alpha)
@@ -129,16 +104,6 @@ def _leaky_relu(x: Tensor, *, alpha: float = 0.01) -> Tensor:
 @computes("prelu", "PRelu")
 def _prelu(x: Tensor, slope: Tensor) -> Tensor:
     return torch.where(x < 0, x * slope, x)
-
-
-@computes("elu", "Elu")
-def _elu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
-    return F.elu(x, alpha)
-
-
-@computes("celu", "Celu")
-def _celu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
-    return F.celu(x, alpha)
 
 
 @computes("selu", "Selu")
@@ -164,11 +129,6 @@ def _thresholded_relu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
 @computes("softshrink", "Shrink")
 def _shrink(x: Tensor, *, bias: float = 0.0, lambd: float = 0.5) -> Tensor:
     return torch.where(x < -lambd, x + bias, torch.where(x > lambd, x - bias, 0.0))
-
-
-@computes("softsign", "Softsign")
-def _softsign(x: Tensor) -> Tensor:
-    return x / (1 + x.abs())
 
 
 @computes("silu", "Swish")

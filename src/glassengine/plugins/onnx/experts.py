@@ -9,13 +9,12 @@ Shape legend: T tokens, E experts, C hidden, F inner.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import onnx
 
 from glassengine.plugins.onnx.table import composed, given_inputs
 from glassengine.program.onnx.translated import ValueType
-
-if TYPE_CHECKING:
-    import onnx
 
 _INPUTS = (
     *("x", "router", "fc1", "fc1_scales", "fc1_bias", "fc2", "fc2_scales", "fc2_bias", "fc3", "fc3_scales", "fc3_bias"),

@@ -9,13 +9,12 @@ Shape legend: B batch, S new tokens, H heads, K key/value heads, G heads of each
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import onnx
 
 from glassengine.plugins.onnx.table import composed, given_inputs
 from glassengine.program.onnx.translated import ValueType
-
-if TYPE_CHECKING:
-    import onnx
 
 _INPUTS = (
     *("query", "key", "value", "past_key", "past_value", "seqlens", "total", "cos", "sin", "positions", "bias"),

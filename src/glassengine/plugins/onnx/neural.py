@@ -6,7 +6,7 @@ Largest values of windows, and where they lie; what is padded around windows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -55,42 +55,35 @@ def _max_pool(node: OnnxNode) -> Call:
     return OnnxFunction(_pooled_max, "max_pool2d"), (node.inputs[0],), options
 
 
+def _windows(x: Tensor, options: Mapping[str, Any]) -> tuple[list[int], list[int], list[int]]:
+    """Return strides, dilations and padding of the windows over `x`."""
+    sizes, kernel = tuple(x.shape[2:]), options["kernel_shape"]
+    steps, widths = options["strides"] or [1] * len(kernel), options["dilations"] or [1] * len(kernel)
+    amounts = amounts_of(sizes, kernel, steps, widths, options["pads"], options["auto_pad"])
+    return steps, widths, to_ceiling(sizes, kernel, steps, widths, amounts) if options["ceil_mode"] else amounts
+
+
 def _with_places(x: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """Return largest values and where they lie in the whole of `x`, row by row."""
-    sizes = tuple(x.shape[2:])
     # Padded with what is never largest, so that the place in the padded plane is the place of a value.
     numbers = torch.arange(x.numel(), dtype=torch.float64).reshape(x.shape)
     kernel = options["kernel_shape"]
-    steps, widths = options["strides"] or [1] * len(kernel), options["dilations"] or [1] * len(kernel)
-    amounts = amounts_of(sizes, kernel, steps, widths, options["pads"], options["auto_pad"])
-    if options["ceil_mode"]:
-        amounts = to_ceiling(sizes, kernel, steps, widths, amounts)
+    steps, widths, amounts = _windows(x, options)
     padded = F.pad(x.double(), amounts, value=-math.inf)
     values, places = _WITH_PLACES[len(kernel)](padded, kernel, steps, [0] * len(kernel), widths)
     flat = F.pad(numbers, amounts, value=-1.0).flatten(2).gather(2, places.flatten(2)).reshape(values.shape)
     return values.to(x.dtype), flat.long()
 
 
-def _pooled_max(
-    x: Tensor,
-    *,
-    kernel_shape: list[int],
-    strides: list[int] | None,
-    dilations: list[int] | None,
-    pads: list[int] | None,
-    auto_pad: str,
-    ceil_mode: int,
-) -> Tensor:
-    rank = len(kernel_shape)
-    steps, widths = strides or [1] * rank, dilations or [1] * rank
-    amounts = amounts_of(tuple(x.shape[2:]), kernel_shape, steps, widths, pads, auto_pad)
-    if ceil_mode:
-        amounts = to_ceiling(tuple(x.shape[2:]), kernel_shape, steps, widths, amounts)
+def _pooled_max(x: Tensor, **options: Any) -> Tensor:
+    kernel = options["kernel_shape"]
+    steps, widths, amounts = _windows(x, options)
     low = -math.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
     padded: Tensor = F.pad(x, amounts, value=low)
+    pool = _MAX_POOLS[len(kernel)]
     if not x.is_floating_point():
-        return _MAX_POOLS[rank](padded.double(), kernel_shape, steps, 0, widths).to(x.dtype)
-    return _MAX_POOLS[rank](padded, kernel_shape, steps, 0, widths)
+        return pool(padded.double(), kernel, steps, 0, widths).to(x.dtype)
+    return pool(padded, kernel, steps, 0, widths)
 
 
 def to_ceiling(

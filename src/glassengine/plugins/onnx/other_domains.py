@@ -14,26 +14,22 @@ Trees and support vector machines are evaluated by the reference implementations
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx
 import torch
+from onnx import TypeProto, helper, numpy_helper
 from torch import Tensor
 
+from glassengine.errors import logger
 from glassengine.plugins.onnx.experts import experts
 from glassengine.plugins.onnx.group_query import group_query
 from glassengine.plugins.onnx.table import Call, OnnxNode, translation
 from glassengine.program.onnx.function import TABULAR, OnnxFunction
 from glassengine.program.onnx.grids import unpacked
 from glassengine.program.onnx.translated import UNKNOWN_SIZE, ValueType
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import onnx
-
 
 DOMAIN = "com.microsoft"
 _INT8 = 4
@@ -124,8 +120,6 @@ def definition_of_runtime(proto: onnx.NodeProto, types: Mapping[str, ValueType])
 
 
 def _sum_and_norm(proto: onnx.NodeProto, attributes: Mapping[str, Any]) -> onnx.FunctionProto | None:
-    from onnx import helper
-
     is_simple = proto.op_type.startswith("SkipSimplified")
     names = ["x", "skip", "gamma", *(["bias"] if is_simple else ["beta", "bias"])][: len(proto.input)]
     given = {own for own, name in zip(names, proto.input, strict=True) if name}
@@ -147,8 +141,6 @@ def _sum_and_norm(proto: onnx.NodeProto, attributes: Mapping[str, Any]) -> onnx.
 def _rotation(
     proto: onnx.NodeProto, attributes: Mapping[str, Any], types: Mapping[str, ValueType]
 ) -> onnx.FunctionProto | None:
-    from onnx import helper
-
     ranks = [types[name].shape if name in types else None for name in proto.input[:2]]
     known = {"interleaved", "num_heads", "rotary_embedding_dim"}
     kept = {name: entry.i for name, entry in attributes.items() if name in known}
@@ -167,8 +159,6 @@ _TRANSFORMS = {"NONE": "Identity", "LOGISTIC": "Sigmoid", "SOFTMAX": "Softmax"}
 
 def definition_of(proto: onnx.NodeProto) -> onnx.FunctionProto | None:
     """Return what an operator is made of; None where it is none of these, or of a form that has no such definition."""
-    from onnx import helper
-
     known = _DEFINITIONS.get(proto.op_type) if proto.domain == TABULAR else None
     if known is None:
         return None
@@ -182,14 +172,10 @@ def definition_of(proto: onnx.NodeProto) -> onnx.FunctionProto | None:
 
 
 def _node(op: str, inputs: str, output: str, **attributes: Any) -> onnx.NodeProto:
-    from onnx import helper
-
     return helper.make_node(op, inputs.split(), [output], **attributes)
 
 
 def _held(name: str, value: Any) -> onnx.NodeProto:
-    from onnx import helper, numpy_helper
-
     return helper.make_node("Constant", [], [name], value=numpy_helper.from_array(np.asarray(value), name))
 
 
@@ -274,9 +260,6 @@ _DEFINITIONS: dict[str, Callable[[Mapping[str, Any]], list[onnx.NodeProto] | Non
     "LinearClassifier": _classifier,
 }
 
-
-logger = logging.getLogger("glassengine")
-
 STANDARD = ("", "ai.onnx")
 _NOT_BY_DEFINITION = frozenset({"Bernoulli", "SequenceMap"})
 """Operators that are random, or have no tensors."""
@@ -284,8 +267,6 @@ _NOT_BY_DEFINITION = frozenset({"Bernoulli", "SequenceMap"})
 
 def definition(proto: onnx.NodeProto, opset: int, types: Mapping[str, ValueType]) -> onnx.FunctionProto | None:
     """Return what the standard defines an operator by, in terms of others; None where it is no such operator."""
-    import onnx
-
     if proto.domain not in STANDARD or proto.op_type in _NOT_BY_DEFINITION:
         return definition_of(proto) or definition_of_runtime(proto, types)
     try:
@@ -309,8 +290,6 @@ def definition(proto: onnx.NodeProto, opset: int, types: Mapping[str, ValueType]
 
 
 def _type_proto(kind: ValueType | None) -> bytes:
-    from onnx import TypeProto, helper
-
     if kind is None:
         return bytes(TypeProto().SerializeToString())
     shape = None if kind.shape is None else [None if size == UNKNOWN_SIZE else size for size in kind.shape]
@@ -319,8 +298,6 @@ def _type_proto(kind: ValueType | None) -> bytes:
 
 def with_attributes(node: onnx.NodeProto, given: Mapping[str, onnx.AttributeProto]) -> onnx.NodeProto:
     """Return a node of a function with the attributes of a call in place of the references to them."""
-    import onnx
-
     copied = onnx.NodeProto()
     copied.CopyFrom(node)
     del copied.attribute[:]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -293,19 +294,18 @@ def _arg(node: OnnxNode) -> Call:
     return OnnxFunction(_ARG[name], name), (node.inputs[0], node.attribute("axis", 0)), options
 
 
-def _argmax(x: Tensor, dim: int, *, keepdim: int, last: int) -> Tensor:
-    if last:
-        return x.shape[dim] - 1 - x.flip(dim).argmax(dim, keepdim=bool(keepdim))
-    return x.argmax(dim, keepdim=bool(keepdim))
+def _place_of(name: str) -> Callable[..., Tensor]:
+    find: Callable[..., Tensor] = getattr(torch, name)
+
+    def place(x: Tensor, dim: int, *, keepdim: int, last: int) -> Tensor:
+        if last:
+            return x.shape[dim] - 1 - find(x.flip(dim), dim, keepdim=bool(keepdim))
+        return find(x, dim, keepdim=bool(keepdim))
+
+    return place
 
 
-def _argmin(x: Tensor, dim: int, *, keepdim: int, last: int) -> Tensor:
-    if last:
-        return x.shape[dim] - 1 - x.flip(dim).argmin(dim, keepdim=bool(keepdim))
-    return x.argmin(dim, keepdim=bool(keepdim))
-
-
-_ARG = {"argmax": _argmax, "argmin": _argmin}
+_ARG = {name: _place_of(name) for name in ("argmax", "argmin")}
 
 
 @translation("Split", "SplitToSequence")

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import onnx
+from onnx import parser
 from torch.fx import Node
 
 from glassengine.program.onnx.function import OnnxFunction
-
-if TYPE_CHECKING:
-    import onnx
 
 
 @dataclass
@@ -117,8 +116,6 @@ def composed(
         results: Names of the node's results.
         lines: Of ONNX's text format.
     """
-    from onnx import parser
-
     text = f"""
         <opset_import: ["" : 18], domain: "{domain}">
         {proto.op_type} ({", ".join(names[: len(proto.input)])}) => ({", ".join(results)}) {{

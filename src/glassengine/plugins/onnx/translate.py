@@ -13,8 +13,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import onnx
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
@@ -45,10 +46,6 @@ from glassengine.program.onnx.control import LABEL, NAME, Body, called_function,
 from glassengine.program.onnx.file import OnnxFile, constant_of, free_names, named_weights, tensor_of, torch_dtype
 from glassengine.program.onnx.function import OnnxFunction, OnnxVerifier, one_node
 from glassengine.program.onnx.translated import UNKNOWN_SIZE, TranslatedFile, ValueType, metadata_of, value_types
-
-if TYPE_CHECKING:
-    import onnx
-
 
 _TUPLES = frozenset({"TopK", "Split", "DynamicQuantizeLinear"})
 """Operators whose translations return a tuple even where the node has one result."""
@@ -197,8 +194,6 @@ class Translator:
         return node
 
     def _attribute(self, entry: onnx.AttributeProto) -> Any:
-        import onnx
-
         value = onnx.helper.get_attribute_value(entry)
         if isinstance(value, bytes):
             return value.decode("utf-8", errors="replace")

@@ -18,7 +18,6 @@ weights in it (the twin) runs too, and what the candidate returns is as near to 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -251,7 +250,7 @@ def check_quantized_module(
     """
     if not baseline.generation.takes_tokens:
         given = arguments_of(baseline, given)
-    candidate = dataclasses.replace(candidate, metadata={**candidate.metadata, "quantization": {"method": held.method}})
+    candidate = replace(candidate, metadata={**candidate.metadata, "quantization": {"method": held.method}})
     with untied(baseline.module, held.steps):
         found = check_quantized(
             baseline,
@@ -283,7 +282,7 @@ def _add_unexplained(found: Findings, apart: float, cost: float) -> None:
     """Call the results wrong: they differ by more than the weights explain."""
     times = (apart / cost) ** 0.5 if cost else float("inf")
     text = f"the results differ by {times:.3g} times what the quantized weights cost: it computes something else"
-    found.results = [dataclasses.replace(one, verdict="wrong", reason=text) for one in (*found.costs, *found.results)]
+    found.results = [replace(one, verdict="wrong", reason=text) for one in (*found.costs, *found.results)]
     found.costs = ()
     name = found.results[0].name if found.results else "output"
     site = f".:out.{name}"
@@ -292,7 +291,7 @@ def _add_unexplained(found: Findings, apart: float, cost: float) -> None:
     found.origins = [*found.origins, origin]
     found.first_divergence = found.first_divergence or origin
     (level,) = found.levels
-    found.levels = [dataclasses.replace(level, verdict="wrong", first_divergence=level.first_divergence or origin)]
+    found.levels = [replace(level, verdict="wrong", first_divergence=level.first_divergence or origin)]
 
 
 @contextlib.contextmanager

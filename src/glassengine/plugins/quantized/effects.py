@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,17 +120,11 @@ def watching(root: nn.Module, parameters: Mapping[str, nn.Parameter], weights: S
 
         return hook
 
-    handles = [
-        modules[weight.name.rpartition(".")[0]].register_forward_hook(
-            hook_of(parameters[weight.name], weight), with_kwargs=True
-        )
-        for weight in weights
-    ]
-    try:
+    with ExitStack() as hooks:
+        for weight in weights:
+            module, hook = modules[weight.name.rpartition(".")[0]], hook_of(parameters[weight.name], weight)
+            hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -263,9 +257,7 @@ def _listening(modules: Mapping[str, nn.Module], observe: Callable[[_Key, Any, A
 
         return hook
 
-    handles = [one.register_forward_hook(hook_of(name), with_kwargs=True) for name, one in modules.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, one in modules.items():
+            hooks.enter_context(one.register_forward_hook(hook_of(name), with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

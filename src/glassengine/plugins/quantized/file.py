@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -77,7 +76,7 @@ class QuantizedFile:
             at_end = (wide <= limits.min + 1) | (wide == limits.max)
             found = [(numbers, torch.where(at_end, -step, step), grid)]
             if numbers.dim() == 2:
-                turned = grid if grid.axis is None else dataclasses.replace(grid, axis=1 - grid.axis % 2)
+                turned = grid if grid.axis is None else replace(grid, axis=1 - grid.axis % 2)
                 found.append((numbers.T, found[0][1].T, turned))
             fitting = [one for one in found if one[0].shape == baseline.shape]
             if fitting:
@@ -162,7 +161,7 @@ def judge_widths(ops: Collection[QuantizedOp]) -> None:
             text = f"its grid reaches {op.excess:.3g} times as far as its values, others {usual:.2g} times"
             text += f": its scale is {op.fixed[0]:.3g}"
             verdict: Verdict = "wrong" if usual <= _FITS else "suspicious"
-            op.add(dataclasses.replace(op.worst, verdict=verdict, reason=text), op.where)
+            op.add(replace(op.worst, verdict=verdict, reason=text), op.where)
 
 
 def rank(judgement: Judgement) -> tuple[int, float]:

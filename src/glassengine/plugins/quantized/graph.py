@@ -13,10 +13,9 @@ by themselves, as those of a quantized checkpoint are (`numerics.weight_error`).
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -186,9 +185,7 @@ def _judged(
         judged.append(_against(predicted, runs, value.floats))
         rounded = _as_rounded(value, value.floats, generator)
         if rounded is not None and rounded.verdict in FLAGGED:
-            return dataclasses.replace(
-                rounded, reason="what reads it does not get these numbers, rounded to their grid"
-            )
+            return replace(rounded, reason="what reads it does not get these numbers, rounded to their grid")
     if value.step is not None and value.ends is not None:
         low, high = value.ends
         inside = _inside(value, predicted)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import onnx
 import torch
 from torch import Tensor
 
@@ -222,10 +223,8 @@ def _divergence(program: Program, op: QuantizedOp) -> Divergence:
         sites[0].source if sites else None,
         found.verdict,
         found.noise_ratio,
-        None,
-        found.rms_error,
-        None,
-        hints,
+        introduced=found.rms_error,
+        hints=hints,
     )
 
 
@@ -278,8 +277,6 @@ def check_quantized_file(
     """
     if baseline.stored is not None and baseline.stored.onnx is not None:
         return check_quantized_graph(baseline, candidate, module_cases(arguments_of(baseline, given)), progress)
-    import onnx
-
     assert candidate.stored is not None and candidate.stored.onnx is not None
     file, module = candidate.stored.onnx.file, baseline.module
     steps, arguments = matched(baseline, candidate, arguments_of(baseline, given))

@@ -141,10 +141,8 @@ def result_of(expected: Outcome, found: Outcome, total: Mapping[str, Any], num_s
         candidate_dtype="float32",
         max_abs_diff=float((c.double() - b.double()).abs().max()) if b.numel() else 0.0,
         largest=float(b.double().abs().max()) if b.numel() else 0.0,
-        ulp=None,
         snr_db=total["snr_db"],
         cosine_similarity=total["cosine"],
-        noise_ratio=None,
         judged_by="signal",
     )
 

@@ -19,11 +19,10 @@ for its digits. Rules of tables are optional: engines differ from version to ver
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -302,4 +301,4 @@ def _without_values(rule: MapRule | None) -> MapRule | None:
     """Return the rule for steps: numbers that are added do not change them."""
     if rule is None:
         return None
-    return dataclasses.replace(rule, candidate_ops=tuple(op for op in rule.candidate_ops if op.op != "add"))
+    return replace(rule, candidate_ops=tuple(op for op in rule.candidate_ops if op.op != "add"))

@@ -8,10 +8,9 @@ what follows is left out and listed: rows are never guessed.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from glassengine.serving.protocol import (
     Served,
     ServedWeight,
     ServingRun,
-    is_kind,
+    is_served,
     open_served,
 )
 
@@ -156,7 +155,7 @@ def _renamed(entry: Entry, step: int, rows: int) -> Entry:
         site = f"{module}/{side}.{place or 0}"
     if rows and len(shape) == 2 and shape[0] > rows and shape[0] % rows == 0:
         shape = (rows, shape[0] // rows, shape[1])
-    return dataclasses.replace(entry, site=site, step=step, shape=shape, rank=0)
+    return replace(entry, site=site, step=step, shape=shape, rank=0)
 
 
 @dataclass(frozen=True)
@@ -337,7 +336,7 @@ def recorded_engine(source: TensorSource, layout: str | None = None) -> Recorded
     source = described(source, layout)
     made_by = source.metadata.get("target")
     try:
-        served = open_served(made_by) if isinstance(made_by, str) and is_kind(made_by) else None
+        served = open_served(made_by) if isinstance(made_by, str) and is_served(made_by) else None
     except UsageError:
         served = None
     return RecordedEngine(source, served)

@@ -13,7 +13,6 @@ rank whose copies are others than those of the first is judged on its own, with 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -288,7 +287,7 @@ class JoinedRanks:
             shape = one.shape if way is None else self._whole(way, one.shape)
             if shape is not None:
                 nbytes = one.nbytes // max(1, one.shape[-1]) * shape[-1] if one.shape else one.nbytes
-                self._ways[dataclasses.replace(one, rank=0, shape=shape, nbytes=nbytes, location=None)] = way
+                self._ways[replace(one, rank=0, shape=shape, nbytes=nbytes, location=None)] = way
         self.entries: Sequence[Entry] = tuple(self._ways)
 
     def tensor(self, entry: Entry) -> Tensor:

@@ -151,11 +151,9 @@ def stored_inputs(module: nn.Module, program: Program) -> MadeUp:
     def uses(values: Values) -> dict[str, Use]:
         """Interpret the graph which an ONNX file is judged with."""
         watch = OpWatch(values)
-        by_node = {port.node: values[port.name] for port in program.inputs} | program.weights()
-        given = [by_node[node.name] for node in program.graph.find_nodes(op="placeholder")]
         try:
-            with torch.no_grad(), watch:
-                _Watched(program, watch).run(*given, enable_io_processing=False)
+            with watch:
+                program.interpreted(_Watched(program, watch), values)
         except Exception:  # what was seen until then is of use, too
             if all(use == Use() for use in watch.uses.values()):
                 raise

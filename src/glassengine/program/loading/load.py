@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from glassengine import asked
 from glassengine.asked import FORMS, HUB_ID
-from glassengine.errors import CorruptError, GlassError, UsageError, nearest
+from glassengine.errors import CorruptError, GlassError, UsageError, logger, nearest
 from glassengine.program.generation import LoadedModel, generation_of
 from glassengine.program.kinds.causal_lm import is_pretrained
 from glassengine.program.loading import adapters
@@ -245,8 +244,6 @@ def _refusal(directory: Path, described: str, there: str) -> CorruptError:
         expected="the configuration that the weights were saved with",
     )
 
-
-logger = logging.getLogger("glassengine")
 
 _LIMITS = {
     "max_position_embeddings": ("max_position_embeddings", "max_target_positions"),

@@ -10,7 +10,6 @@ transformers needs a package of each format, most of which want a GPU; the forma
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glassengine.errors import GlassError, UsageError
+from glassengine.errors import GlassError, UsageError, logger
 from glassengine.program.loading import quantized_formats
 from glassengine.program.loading.checkpoint_files import (
     model_class_of,
@@ -31,8 +30,6 @@ from glassengine.program.loading.checkpoint_files import (
 from glassengine.program.loading.quantized_grid import ELSEWHERE, Grid, Parts, Read, damaged
 from glassengine.program.user_code.calls import without_bars
 from glassengine.reading.documents import read_document
-
-logger = logging.getLogger("glassengine")
 
 METHODS: dict[str, Callable[[Parts], Read]] = {
     "gptq": quantized_formats.read_gptq,

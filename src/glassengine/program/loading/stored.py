@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch.export.graph_signature import InputKind, SymBoolArgument, SymFloatArg
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.errors import CorruptError, GlassError, UnknownNameError, UsageError, first_line
+from glassengine.errors import CorruptError, GlassError, UnknownNameError, UsageError, first_line, logger
 from glassengine.program.export.export import named_program
 from glassengine.program.onnx.file import OnnxFile, is_onnx, read_onnx
 from glassengine.program.onnx.session import OnnxModel
@@ -211,8 +210,6 @@ def _sites_of_stored(exported: ExportedProgram, program: Program) -> dict[str, s
             site_of |= {node.name: sites[other.name] for node, other in zip(nodes, others, strict=True)}
     return site_of
 
-
-logger = logging.getLogger("glassengine")
 
 NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 """Key of a node's metadata, as PyTorch's exporter writes it."""

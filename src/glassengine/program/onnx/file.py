@@ -6,7 +6,6 @@ tensor must hold exactly as much data as its shape says, inside the model or in 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from glassengine.errors import BackendError, CorruptError, UsageError, first_line
+from glassengine.errors import BackendError, CorruptError, UsageError, first_line, logger
 from glassengine.extensions import require_package
 from glassengine.program.onnx.tensors import bits, check_declared, check_tensors, check_texts, place, return_tensors
 from glassengine.reading.files import open_regular, read_bytes
 
 if TYPE_CHECKING:
     import onnx
-
-logger = logging.getLogger("glassengine")
 
 INSTALL = "pip install 'glassengine[onnx]'"
 MAX_BYTES = (1 << 31) - 1

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from glassengine.program.onnx.file import OnnxFile
+
 if TYPE_CHECKING:
     import onnx
-
-    from glassengine.program.onnx.file import OnnxFile
 
 _SUFFIX = "_quantized"
 """What ONNX Runtime's quantizer adds to the name of a value that it keeps as integers only."""

@@ -27,8 +27,6 @@ from glassengine.taps import deliver
 if TYPE_CHECKING:
     import onnx
 
-    from glassengine.program.onnx.file import OnnxFile
-
 
 _LEVEL = "graph_optimization_level"
 _MOST_BYTES = 1 << 16

@@ -7,14 +7,13 @@ text (labels of a classifier)               is left out, where there is another 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
 from glassengine import environment
-from glassengine.errors import CorruptError
+from glassengine.errors import CorruptError, logger
 from glassengine.reading.files import printable, shown
 from glassengine.reading.tensors import MAX_DIMENSIONS
 
@@ -235,8 +234,6 @@ def _fields(message: Any) -> Iterator[tuple[Any, Any]]:
         is_one = isinstance(value, str | bytes | int | float) or hasattr(value, "ListFields")
         yield field, [value] if is_one else value
 
-
-logger = logging.getLogger("glassengine")
 
 _STRING = 8
 _MADE_OF = ("ZipMap", "SequenceConstruct", "Optional", "Identity")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,14 +10,12 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from glassengine.errors import logger
 from glassengine.extensions import plugin
 from glassengine.program.onnx.file import OnnxFile, bare_model, torch_dtype
 
 if TYPE_CHECKING:
     import onnx
-
-
-logger = logging.getLogger("glassengine")
 
 UNKNOWN_SIZE = "?"
 _SMALL = 1024

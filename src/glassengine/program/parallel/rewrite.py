@@ -7,10 +7,9 @@ program like any other: functional, named, with shapes of its own.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -276,14 +275,14 @@ class _Writer:
             exported,
             self.graph,
             [
-                dataclasses.replace(spec, arg=TensorArgument(outputs[spec.arg.name].name))
+                replace(spec, arg=TensorArgument(outputs[spec.arg.name].name))
                 for spec in exported.graph_signature.output_specs
             ],
             stored=lambda table: {name: self._weight(value, cuts.get(name)) for name, value in table.items()},
             example_inputs=self._examples(),
         )
         nodes = {name: outputs[node].name for name, node in program.output_nodes.items()}
-        return dataclasses.replace(
+        return replace(
             program,
             exported=made,
             sites=SiteTable(self._sites()),
@@ -311,7 +310,7 @@ class _Writer:
         return pytree.tree_unflatten(leaves, spec)
 
     def _port(self, port: Port) -> Port:
-        return dataclasses.replace(port, shape=self._shape(port.shape, self.layout.inputs.get(port.node)))
+        return replace(port, shape=self._shape(port.shape, self.layout.inputs.get(port.node)))
 
     def _shape(self, shape: tuple[int | str, ...], cut: Placement) -> tuple[int | str, ...]:
         if cut is None:
@@ -341,7 +340,7 @@ class _Writer:
                 cut = self.layout.placed.get(node.name)
                 cut = cut if isinstance(cut, ShardPlacement) else None
                 own = table.get(node.name, ())
-                found += [dataclasses.replace(site, shape=self._shape(site.shape, cut)) for site in own]
+                found += [replace(site, shape=self._shape(site.shape, cut)) for site in own]
         known = {site.node for site in found}
         for node in self.graph.nodes:
             value = node.meta.get("val")

@@ -21,19 +21,17 @@ import sys
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
 from torch._ops import OpOverload, OpOverloadPacket, _OpNamespace
+from torch.export import ExportedProgram
 
 from glassengine.errors import CorruptError, GlassError
 from glassengine.reading.documents import objects_within, parsed
 from glassengine.reading.files import open_regular
 from glassengine.reading.tensors import check_unfolded, read_torch
-
-if TYPE_CHECKING:
-    from torch.export import ExportedProgram
 
 MAX_BYTES = 1 << 30
 """Most bytes of a stored program when unpacked; it holds no weights."""
@@ -120,8 +118,6 @@ def load_archive(archive: io.BytesIO) -> ExportedProgram:
 
     torch logs the reason, with a traceback, and raises that one should look there.
     """
-    import torch
-
     reasons: list[str] = []
 
     def kept(record: logging.LogRecord) -> bool:

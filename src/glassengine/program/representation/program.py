@@ -106,6 +106,15 @@ class Program(HasSites):
         """Return placeholder name -> qualified name, for parameters, buffers and lifted constants."""
         return weight_names(self.exported)
 
+    def interpreted(self, by: torch.fx.Interpreter, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the results of one step, by node, that an interpreter of the graph makes of inputs, by name."""
+        values = {port.node: inputs[port.name] for port in self.inputs} | self.weights()
+        given = [values.get(node.name) for node in self.graph.find_nodes(op="placeholder")]
+        specs = self.exported.graph_signature.output_specs
+        with torch.no_grad():
+            results = by.run(*given, enable_io_processing=False)
+        return {spec.arg.name: value for spec, value in zip(specs, results, strict=True)}
+
     def symbols(self) -> dict[str, str]:
         """Return dynamic size ("s27") -> its name among the inputs ("batch")."""
         table: dict[str, str] = {}

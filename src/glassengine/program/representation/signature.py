@@ -168,16 +168,15 @@ def small_sizes(module: nn.Module, program: Program, steps: Sequence[Mapping[str
 
 
 def _agree(module: nn.Module, program: Program, step: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> bool:
-    values = {port.node: tensors[port.name].clone() for port in program.inputs} | program.weights()
-    placeholders = [values.get(node.name) for node in program.graph.find_nodes(op="placeholder")]
+    own = {port.name: tensors[port.name].clone() for port in program.inputs}
     specs = program.exported.graph_signature.output_specs
     with torch.no_grad():
         expected = run_alone(module, step)
         try:
-            results = torch.fx.Interpreter(program.exported.graph_module).run(*placeholders, enable_io_processing=False)
+            results = program.interpreted(torch.fx.Interpreter(program.exported.graph_module), own)
         except RuntimeError:  # an assertion of the graph, or shapes that do not fit
             return False
-    actual = [value for spec, value in zip(specs, results, strict=True) if spec.kind is OutputKind.USER_OUTPUT]
+    actual = [results[spec.arg.name] for spec in specs if spec.kind is OutputKind.USER_OUTPUT]
     leaves = [leaf for leaf in pytree.tree_leaves(expected) if isinstance(leaf, torch.Tensor)]
     return len(actual) == len(leaves) and all(_close(a, b) for a, b in zip(actual, leaves, strict=True))
 

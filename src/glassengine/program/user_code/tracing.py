@@ -266,7 +266,7 @@ def written_down(module: nn.Module, inputs: Mapping[str, Any]) -> nn.Module:
         return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else None, results)
 
     trace = make_fx(run, tracing_mode="real", _error_on_data_dependent_ops=False, record_stack_traces=True)
-    with tracing_real_tensors(), optimized_execution(False), _calls_in(module, calls):
+    with tracing_real_tensors(), optimized_execution(False), helper_lines(), _calls_in(module, calls):
         graph_module = trace(weights, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
     return _Repeated(module, graph_module, tuple(weights))
 
@@ -274,21 +274,18 @@ def written_down(module: nn.Module, inputs: Mapping[str, Any]) -> nn.Module:
 @contextlib.contextmanager
 def _calls_in(module: nn.Module, calls: dict[str, tuple[str, Any]]) -> Iterator[None]:
     """Hold in `calls` the modules that are being called, outermost first."""
-    numbers, handles = itertools.count(), []
-    for path, part in module.named_modules():
-        if not path or isinstance(part, torch.jit.ScriptModule):
-            continue
+    numbers = itertools.count()
+    with contextlib.ExitStack() as hooks:
+        for path, part in module.named_modules():
+            if not path or isinstance(part, torch.jit.ScriptModule):
+                continue
 
-        def before(part: nn.Module, _: Any, path: str = path) -> None:
-            calls[f"{path}@{next(numbers)}"] = (path, type(part))
+            def before(part: nn.Module, _: Any, path: str = path) -> None:
+                calls[f"{path}@{next(numbers)}"] = (path, type(part))
 
-        handles.append(part.register_forward_pre_hook(before))
-        handles.append(part.register_forward_hook(lambda *_: calls.popitem() and None, always_call=True))
-    try:
+            hooks.enter_context(part.register_forward_pre_hook(before))
+            hooks.enter_context(part.register_forward_hook(lambda *_: calls.popitem() and None, always_call=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Repeated(nn.Module):
@@ -363,16 +360,12 @@ def marking(module: nn.Module) -> Iterator[None]:
         for port, tensor in port_leaves(":out", result):
             _mark(tensor, port)
 
-    handles = []
-    try:
+    with contextlib.ExitStack() as hooks:
         for submodule in module.modules():
-            handles.append(submodule.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(submodule.register_forward_hook(after, with_kwargs=True))
-        with tap_sink(lambda name, tensor: _mark(tensor, f".{name}")):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+            hooks.enter_context(submodule.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.enter_context(submodule.register_forward_hook(after, with_kwargs=True))
+        hooks.enter_context(tap_sink(lambda name, tensor: _mark(tensor, f".{name}")))
+        yield
 
 
 def collect_marks(graph: torch.fx.Graph) -> list[Mark]:
@@ -386,7 +379,8 @@ def collect_marks(graph: torch.fx.Graph) -> list[Mark]:
     return found
 
 
-NOT_THE_USERS = ("/glassengine/program/", "/torch/", "<eval_with_key>")
+_PACKAGES = ("/site-packages/", "/dist-packages/", f"{Path(torch.__file__).parent.parent}/")
+NOT_THE_USERS = ("/glassengine/program/", "<eval_with_key>", *(f"{folder}torch/" for folder in _PACKAGES))
 _INSTALLED = ("/glassengine/", "/site-packages/", "/dist-packages/", "/lib/python", "<")
 
 

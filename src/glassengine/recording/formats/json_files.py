@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import dataclasses
 import io
 import json
 import math
@@ -16,7 +15,7 @@ import mmap
 import re
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -258,7 +257,7 @@ def _entry(folder: Path, site: str, step: int, rank: int, described: dict[str, A
     if len(source.entries) != 1:
         reason = source.skipped[0].reason if source.skipped else "no tensor in it"
         return f"its file does not hold one tensor: {reason}"
-    entry = dataclasses.replace(source.entries[0], site=site, step=step, rank=rank)
+    entry = replace(source.entries[0], site=site, step=step, rank=rank)
     shape = described.get("shape")
     if list(entry.shape) != shape:
         return f"its file holds {entry.describe()}, the dump says {str(shape)[:80]}"

@@ -6,11 +6,10 @@ A million steps have millions of tensors, and few of them are looked at: what di
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -70,7 +69,7 @@ class Described:
 
     def of_rank(self, rank: int) -> Described:
         """Return the same group in another rank."""
-        return Described(tuple(dataclasses.replace(tensor, rank=rank) for tensor in self.tensors), self.nbytes)
+        return Described(tuple(replace(tensor, rank=rank) for tensor in self.tensors), self.nbytes)
 
 
 def _named(tensor: Entry) -> Entry:
@@ -79,7 +78,7 @@ def _named(tensor: Entry) -> Entry:
     if axis is None or not tensor.site.endswith(ADDED):
         return tensor
     added = AddedRows(axis, tensor.shape, tensor.rank)
-    return dataclasses.replace(tensor, site=tensor.site.removesuffix(ADDED), axes=axes, added=added)
+    return replace(tensor, site=tensor.site.removesuffix(ADDED), axes=axes, added=added)
 
 
 @dataclass(frozen=True)
@@ -94,12 +93,12 @@ class Columns:
 
     def at(self, which: Array | slice) -> Columns:
         """Return some of the blocks: by a mask or by their numbers."""
-        return Columns(*(getattr(self, field.name)[which] for field in dataclasses.fields(self)))
+        return Columns(*(getattr(self, field.name)[which] for field in fields(self)))
 
     @classmethod
     def joined(cls, parts: Sequence[Columns]) -> Columns:
         """Return the blocks of all of `parts`."""
-        names = [field.name for field in dataclasses.fields(cls)]
+        names = [field.name for field in fields(cls)]
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
@@ -165,7 +164,7 @@ class Entries(Lazy[Entry]):
 
     def with_steps_of(self, other: Entries) -> Entries:
         """Return these tensors and those of steps that only another part of the same recording has."""
-        columns = dataclasses.replace(other._columns, group=other._columns.group + len(self._groups))
+        columns = replace(other._columns, group=other._columns.group + len(self._groups))
         joined = Columns.joined([self._columns, columns.at(~np.isin(columns.step, self._columns.step))])
         return Entries([*self._groups, *other._groups], joined.at(np.argsort(joined.step, kind="stable")))
 
@@ -176,7 +175,7 @@ class Entries(Lazy[Entry]):
         columns: list[Columns] = []
         ranks: list[Array] = []
         for rank, part in parts.items():
-            columns.append(dataclasses.replace(part._columns, group=part._columns.group + len(groups)))
+            columns.append(replace(part._columns, group=part._columns.group + len(groups)))
             groups += [group.of_rank(rank) for group in part._groups]
             ranks.append(np.full(len(part._columns.step), rank, dtype=np.int64))
         joined = Columns.joined(columns)
@@ -228,8 +227,8 @@ class Entries(Lazy[Entry]):
         steps, counts = self._counts(rows.site, rows.rank)
         count = int(counts[np.searchsorted(steps, rows.step)])
         shape = (*rows.shape[: added.axis], count or rows.shape[added.axis], *rows.shape[added.axis + 1 :])
-        added = dataclasses.replace(added, location=rows.location)
-        return dataclasses.replace(rows, shape=shape, nbytes=num_bytes(rows.dtype, shape), location=None, added=added)
+        added = replace(added, location=rows.location)
+        return replace(rows, shape=shape, nbytes=num_bytes(rows.dtype, shape), location=None, added=added)
 
     def _counts(self, site: str, rank: int) -> tuple[Array, Array]:
         """Return the steps of a tensor that grows, and its rows in each; 0 where the first of them are missing."""
@@ -338,7 +337,7 @@ class LeftOuts(Lazy[LeftOut]):
     def _made(self, number: int, index: int) -> LeftOut:
         part = self._parts[number]
         item = part.item(index) if isinstance(part, Measured) else part
-        return item if self._ranks is None else dataclasses.replace(item, rank=self._ranks[number])
+        return item if self._ranks is None else replace(item, rank=self._ranks[number])
 
 
 class Mapped(Lazy[Item]):

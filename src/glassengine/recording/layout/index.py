@@ -6,9 +6,8 @@ columns: which record is the first that is impossible. What is before it counts.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -454,7 +453,7 @@ class _Found:
         index = self._alone.get(key)
         if index is None:
             index = self._alone[key] = self._new(
-                record, Described((dataclasses.replace(entry, step=0, location=None),), entry.nbytes)
+                record, Described((replace(entry, step=0, location=None),), entry.nbytes)
             )
         return index
 

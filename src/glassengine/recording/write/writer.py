@@ -15,7 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import Any, Self, Unpack
+
+from torch import Tensor
 
 from glassengine.errors import GlassError, UsageError
 from glassengine.reading.files import open_regular
@@ -39,9 +41,6 @@ from glassengine.recording.write.destination import (
 from glassengine.recording.write.shard import Shards
 from glassengine.stores.places import RemotePath, place
 from glassengine.writing import crc32
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class RecordingWriter:

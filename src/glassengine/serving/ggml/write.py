@@ -1,7 +1,5 @@
 """Public name of the plugin `serving`: writes models as GGUF files."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from glassengine.deferred import deferred

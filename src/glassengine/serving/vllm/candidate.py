@@ -1,7 +1,5 @@
 """Public name of the plugin `serving`: where the plug-in for vLLM lies."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from glassengine.deferred import deferred

@@ -326,3 +326,14 @@ class Halved(nn.Module):
 def test_what_is_done_to_a_part_in_its_place_is_called_missing() -> None:
     first = check(Halved(True), candidate=Halved(False), inputs={"x": torch.randn(4, 6)}).first_divergence
     assert first is not None and first.hints[0].text == "the division by 4 is missing", first
+
+
+def test_a_condition_that_is_not_multiplied_is_a_mask() -> None:
+    given = {"x": drawn(2, 6, 8), "seen": torch.arange(6)[:, None] < torch.tensor([4, 6])[:, None, None]}
+    hint = told(lambda x, seen: (x * seen).cumsum(1), lambda x, seen: x.cumsum(1), given)
+    assert (hint.kind, hint.text) == ("mask", "the mask is not multiplied: seen")
+
+
+def test_two_places_that_are_exchanged_are_turned_around() -> None:
+    hint = told(lambda x: x[..., None].sin(), lambda x: x.flip(-1)[..., None].sin(), {"x": drawn(6, 2)})
+    assert "moved" not in hint.text, hint

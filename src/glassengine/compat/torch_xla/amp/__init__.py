@@ -1,7 +1,5 @@
 """`torch_xla.amp`: autocast on the lazy device."""
 
-from __future__ import annotations
-
 from glassengine.compat.torch_xla.amp import syncfree as syncfree
 from glassengine.compat.torch_xla.refusals import refusing
 from glassengine.compat.torch_xla.torch_xla import autocast as autocast

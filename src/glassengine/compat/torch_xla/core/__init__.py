@@ -1,5 +1,3 @@
 """`torch_xla.core`: `xla_model`, which scripts import as `xm`."""
 
-from __future__ import annotations
-
 from glassengine.compat.torch_xla.core import xla_model as xla_model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import threading
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from glassengine.errors import GlassError, UsageError
+from glassengine.errors import GlassError, UsageError, logger
 from glassengine.executable.profile_server import ProfileServer, request_profile
 from glassengine.executable.profile_server import start_server as start_glass_server
 from glassengine.executable.profile_taker import MAX_STEPS
@@ -18,8 +17,6 @@ from glassengine.executable.profiling import Profile
 from glassengine.executable.steps import is_master_ordinal, mark_step
 from glassengine.spans import Trace as Span
 from glassengine.writing import next_directory
-
-logger = logging.getLogger("glassengine")
 
 _profiles: list[Profile] = []
 

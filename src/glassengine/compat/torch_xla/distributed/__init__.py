@@ -3,8 +3,6 @@
 Importing it lets `torch.distributed` refuse the process group "xla" with a reason.
 """
 
-from __future__ import annotations
-
 from glassengine.compat.torch_xla.distributed import parallel_loader as parallel_loader
 from glassengine.compat.torch_xla.distributed import xla_backend as xla_backend
 from glassengine.compat.torch_xla.distributed import xla_multiprocessing as xla_multiprocessing

@@ -177,11 +177,13 @@ def _of_two(question: Question, node: Node, a: Node, b: Node) -> Iterator[tuple[
     is_read = theirs >= ours and all(len(op.all_input_nodes) == 2 for op in question.theirs if op.target == node.target)
     for kept, lost in ((a, b), (b, a)):
         one, other = question.trial.values[kept], question.trial.values[lost]
+        what, is_sum = question.label(lost), name == "add"
         # A condition that is multiplied is no number that could be added.
         if torch.bool in (one.dtype, other.dtype):
+            if name == "mul" and is_real(one):
+                yield "mask", f"the mask is not multiplied: {what}", one.expand(made.shape), lost
             continue
         one = one.expand(made.shape)
-        what, is_sum = question.label(lost), name == "add"
         if is_sum and is_mask(other):
             yield "mask", f"the mask is not added: {what}", one, lost
         elif traits_of(node).kind == "term":
@@ -300,7 +302,7 @@ def _moved(question: Question, node: Node, value: Tensor) -> Iterator[Hypothesis
             around = value.roll(by, axis)
             with_zeros = around.clone()
             with_zeros.select(axis, 0 if by > 0 else -1).zero_()
-            for moved in (around, with_zeros):
+            for moved in (around, with_zeros) if value.shape[axis] > 2 else (with_zeros,):
                 text = f"{name} is moved by {by} along axis {axis}"
                 yield Hypothesis(kind, text, {node: moved}, "shift", (0, by), axis)
         yield Hypothesis("permuted", f"{name} is turned around along axis {axis}", {node: value.flip(axis)}, axis=axis)

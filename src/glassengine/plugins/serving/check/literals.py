@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from glassengine.plugins.serving.alignment import EPSILONS
@@ -64,7 +63,7 @@ def with_settings(
         elif not hints and not any(hint.proven for hint in one.hints):
             hints = [*one.hints, *structure]
         hints = _without_repeats([*hints, *one.hints])
-        made.append(dataclasses.replace(one, hints=tuple(hints)) if len(hints) > len(one.hints) else one)
+        made.append(replace(one, hints=tuple(hints)) if len(hints) > len(one.hints) else one)
     return made
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +88,12 @@ def runs_of(served: Served, model: LoadedModel, inputs: Inputs, steps: int, fold
         ops = open_source(folder / f"ops-{number}")
         made = case_of(ops, model.generation)
         assert made is not None and made.tokens is not None
-        cases.append(dataclasses.replace(made, name=case.name, origin=case.origin, recipes=case.recipes))
+        cases.append(replace(made, name=case.name, origin=case.origin, recipes=case.recipes))
         records[Place.RECORD.value][case.name] = ops
         if isinstance(served, ServedOnce):
             continue
         following = made.tokens[0].tolist()
-        deployed = dataclasses.replace(run, following=following, as_deployed=True)
+        deployed = replace(run, following=following, as_deployed=True)
         served.record(deployed, folder / f"deployed-{number}")
         records[DEPLOYED][case.name] = open_source(folder / f"deployed-{number}")
     return Runs(cases, {level: found for level, found in records.items() if found}, skipped)
@@ -120,7 +119,7 @@ def _of_requests(source: TensorSource, level: str, model: LoadedModel) -> Runs:
         for number, request in enumerate(requests):
             made = case_of(request, model.generation)
             assert made is not None
-            case = dataclasses.replace(made, name=f"request {number}{of_rank}")
+            case = replace(made, name=f"request {number}{of_rank}")
             cases.append(case)
             records[case.name] = request
     if not cases:
@@ -169,7 +168,7 @@ def _together(
             if level == Place.RECORD.value:
                 made = case_of(one, model.generation)
                 assert made is not None
-                cases.append(dataclasses.replace(made, name=case.name, origin=case.origin, recipes=case.recipes))
+                cases.append(replace(made, name=case.name, origin=case.origin, recipes=case.recipes))
             elif one.metadata["token_ids"] != records[Place.RECORD.value][case.name].metadata["token_ids"]:
                 raise BackendError(f"{served.spec} was not given the same tokens", got=f"prompt {number}, {way}")
     return Runs(cases, records, skipped)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +20,7 @@ from torch import nn
 
 from glassengine import starting
 from glassengine.backends.protocol.backend import Availability, Capabilities, Run, Weights
-from glassengine.errors import BackendError, UnknownNameError, UsageError
+from glassengine.errors import BackendError, UnknownNameError, UsageError, logger
 from glassengine.plugins.serving.alignment import numbers_of
 from glassengine.plugins.serving.ggml.child import failure, find_library
 from glassengine.plugins.serving.ggml.file import GgufFile
@@ -150,8 +149,6 @@ class _Session:
             self._said.close()
         Path(self._folder).rmdir() if Path(self._folder).is_dir() else None
 
-
-logger = logging.getLogger("glassengine")
 
 FILE = "model.gguf"
 _PLAIN = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}

@@ -6,7 +6,6 @@ A rule of a table says how the file's tensor becomes the checkpoint's parameter;
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,10 @@ from torch import Tensor, nn
 
 from glassengine.compare.matching.layouts import LayoutOperation, apply
 from glassengine.compare.matching.maps import MapRule
-from glassengine.errors import UnknownNameError, UsageError
+from glassengine.errors import UnknownNameError, UsageError, logger
 from glassengine.plugins.serving.alignment import numbers_of, table_of
 from glassengine.plugins.serving.ggml.candidate import stored_names
 from glassengine.plugins.serving.ggml.types import BY_NAME, TensorType, q4_k
-
-logger = logging.getLogger("glassengine")
 
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

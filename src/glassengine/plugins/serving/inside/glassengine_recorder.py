@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -102,7 +103,7 @@ def decode(module: torch.nn.Module, given: dict[str, Any], steps: int, folder: P
 
 def observe(module: torch.nn.Module, given: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Any]:
     """Return what every module gives in one call, by the names of a recording, and the result."""
-    found, calls, handles = {}, Counter(), []  # type: ignore[var-annotated]
+    found, calls = {}, Counter()  # type: ignore[var-annotated]
 
     def hook(path: str) -> Any:
         def after(_: Any, __: Any, result: Any) -> None:
@@ -114,14 +115,10 @@ def observe(module: torch.nn.Module, given: dict[str, Any]) -> tuple[dict[str, t
 
         return after
 
-    for path, one in module.named_modules():
-        handles.append(one.register_forward_hook(hook(path or ".")))
-    try:
-        result = module(**given)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found, result
+    with ExitStack() as hooks:
+        for path, one in module.named_modules():
+            hooks.enter_context(one.register_forward_hook(hook(path or ".")))
+        return found, module(**given)
 
 
 def leaves(port: str, tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
