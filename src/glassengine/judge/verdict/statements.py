@@ -15,10 +15,11 @@ from functools import lru_cache
 from torch.fx import Node
 
 from glassengine.program.representation.naming import op_name, user_frames
+from glassengine.sites import parts_of_line
 
 ALIKE = 0.65
 """Share of the characters that two versions of a line have in common."""
-_ASSIGNS = re.compile(r" [-+*/@&|]*= ")
+_IS, _ASSIGNS = re.compile(" = "), re.compile(r" [-+*/@&|]*= ")
 _NAME = re.compile(r"(?!self\b)\b[^\W\d]\w*")
 
 
@@ -37,7 +38,7 @@ def statements_apart(ours: Node, theirs: Node) -> tuple[str, str] | None:
         ]
         if any(apart):
             both = [some[0] for some in apart if len(some) == 1]
-            codes = [line.partition(": ")[2] for line in both]
+            codes = [parts[2] for line in both if (parts := parts_of_line(line))]
             return (both[0], both[1]) if codes[1:] and SequenceMatcher(None, *codes).ratio() >= ALIKE else None
     return None
 
@@ -56,7 +57,7 @@ def _statements(file: str, line: int) -> tuple[dict[str, str], str]:
 
 @lru_cache(maxsize=16)
 def _parsed(source: str) -> list[ast.stmt]:
-    """Return the statements of a file, those inside of others after these; none of what is no Python."""
+    """Return the statements of a file, those inside of others after these; none where it cannot be parsed."""
     with contextlib.suppress(SyntaxError):
         return [one for one in ast.walk(ast.parse(source)) if isinstance(one, ast.stmt)]
     return []
@@ -65,5 +66,5 @@ def _parsed(source: str) -> list[ast.stmt]:
 def _is_near(text: str, own: str, is_part: bool) -> bool:
     """Whether a statement is another one, makes what it reads, or reads a part that it makes."""
     made, made_there = (set(_NAME.findall("".join(_ASSIGNS.split(one, maxsplit=1)[:-1]))) for one in (text, own))
-    read, read_there = (set(_NAME.findall(one.partition(" = ")[2] or one)) for one in (text, own))
+    read, read_there = (set(_NAME.findall(_IS.split(one, maxsplit=1)[-1])) for one in (text, own))
     return text == own or bool(made & read_there) or (is_part and bool(made_there & read))
