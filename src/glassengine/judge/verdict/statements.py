@@ -39,7 +39,9 @@ def statements_apart(ours: Node, theirs: Node) -> tuple[str, str] | None:
         if any(apart):
             both = [some[0] for some in apart if len(some) == 1]
             codes = [parts[2] for line in both if (parts := parts_of_line(line))]
-            return (both[0], both[1]) if codes[1:] and SequenceMatcher(None, *codes).ratio() >= ALIKE else None
+            return (
+                (both[0], both[1]) if codes[1:] and SequenceMatcher(None, codes[0], codes[1]).ratio() >= ALIKE else None
+            )
     return None
 
 
