@@ -38,6 +38,8 @@ from glassengine.program.representation.program import Program
 from glassengine.results import Hint
 
 _USER = "user."
+_OF_MISSING = frozenset({"activation", "bias missing", "mask", "other", "scale"})
+"""Kinds of mistakes that an op looks like that is not done where the baseline does it."""
 _NUMBER = re.compile(r"(?<![^.@])\d+(?![^.@:/])")
 _DEPTHS = (0, 1, 2, 4)
 """How many ops above the flagged one are asked with it: where a tensor is observed need not be where it is made."""
@@ -127,7 +129,7 @@ class MistakeSearch:
             others = [one for one in node.all_input_nodes if self.counterparts.get(one.name) != there.name]
             after = next(op_name(origin_of(one)) for one in later.all_input_nodes if there in ancestors(one))
             where = f"after {after}, not before it"
-        elif (earlier := done_earlier(node, there, self.counterparts)) is not None:
+        elif hint.kind in _OF_MISSING and (earlier := done_earlier(node, there, self.counterparts)) is not None:
             read = {source.name for source in earlier.all_input_nodes}
             others = [one for one in node.all_input_nodes if self.counterparts.get(one.name, one.name) in read]
             where = f"before {op_name(origin_of(there))}, not after it"
