@@ -150,3 +150,29 @@ def test_the_line_that_reads_another_tensor_is_quoted(
     assert first is not None
     assert (first.source or "").endswith(both[0]), first.source
     assert (first.candidate_source or "").endswith(both[1]), first.candidate_source
+
+
+class Halved(nn.Module):
+    """Takes a number from its own configuration, after a line that people write in two ways."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.sin() + x.exp()
+        return torch.tanh(y * self.share)
+
+
+class HalvedOtherwise(Halved):
+    """The same, with the terms of the sum in exchange."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.exp() + x.sin()
+        return torch.tanh(y * self.share)
+
+
+def test_a_line_that_differs_and_is_right_is_not_quoted() -> None:
+    first = check(Halved(0.5), candidate=HalvedOtherwise(0.25), inputs={"x": torch.randn(4, 8)}).first_divergence
+    assert first is not None and "0.25" in first.hints[0].text, first
+    assert (first.candidate_source or "").endswith("return torch.tanh(y * self.share)"), first

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._traceback import CapturedTraceback
 
 from glassengine.program.export.export import export_module
+from glassengine.program.representation.naming import source_line
 from glassengine.program.representation.stored import load_graph, save_program
 from glassengine.program.user_code.forward import explicit_keywords
 from glassengine.program.user_code.tracing import (
@@ -151,3 +152,29 @@ def test_a_folder_named_torch_is_not_the_library() -> None:
     assert is_users("site-packages/forecasts/torch/models/mixer.py")
     assert not is_users(torch.nn.functional.__file__)
     assert not is_users("/usr/lib/python3/dist-packages/torch/nn/functional.py")
+
+
+class ByMethod(nn.Module):
+    """Calls a layer in a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = OfTanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.called(x)
+
+    def called(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x * 2)
+
+
+class OfTanh(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.tanh()
+
+
+def test_the_method_that_calls_a_layer_is_among_its_lines() -> None:
+    program = export_module(ByMethod().eval(), {"x": torch.randn(3)})
+    (node,) = program.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)
+    lines = ["return self.called(x)", "return self.layer(x * 2)", "return x.tanh()"]
+    assert [str(source_line(node, depth)).rpartition(": ")[2] for depth in (1, 2, 3)] == lines

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ _MOST_FIRST = 3
 _OF_TWO: tuple[Family, ...] = (same_op, weights, as_theirs, of_attention, left_out, exchanged, activations, usual)
 _DIFFERS, _SEEN = 0.5, 0.8
 """Scores of what differs, and changes the result, but is not all of it; of an op that the candidate has instead."""
+_TENSOR = re.compile(r"\b[A-Za-z_][\w/.]*\.\d+\b")
+"""What a text calls one tensor: a mistake is the same in several places, whatever it is made to."""
 _MAKER_WITHIN = 6
 """Steps above the candidate's tensor within which the op stands that made it what it is."""
 _ROUNDED = 1e-5
@@ -289,13 +292,13 @@ def _everywhere(question: Question, hypotheses: Iterable[Hypothesis]) -> Iterato
     for hypothesis in hypotheses:
         line = source_line(question.in_baseline(next(iter(hypothesis.edits))))
         for where in dict.fromkeys((None, line)):
-            alike.setdefault((where, hypothesis.kind, hypothesis.text), []).append(hypothesis)
+            alike.setdefault((where, hypothesis.kind, _TENSOR.sub("", hypothesis.text)), []).append(hypothesis)
     asked: set[tuple[str, frozenset[Node]]] = set()
     for (_, _, text), several in alike.items():
-        edits = {node: edit for one in several for node, edit in one.edits.items()}
+        edits = {node: edit for one in reversed(several) for node, edit in one.edits.items()}
         if len(edits) > 1 and (text, frozenset(edits)) not in asked:
             asked.add((text, frozenset(edits)))
-            yield dataclasses.replace(several[0], text=f"{text}, in {len(edits)} places", edits=edits)
+            yield dataclasses.replace(several[0], text=f"{several[0].text}, in {len(edits)} places", edits=edits)
 
 
 class Rank(IntEnum):

@@ -22,6 +22,7 @@ from glassengine.judge.site_pairs import ancestors, origin_of, paired_results, p
 from glassengine.judge.verdict.corrections import (
     is_beside,
     is_of_both,
+    line_of_added_op,
     line_of_number,
     line_of_reader,
     line_replaced,
@@ -325,12 +326,16 @@ def as_written(score: Score, program: Program, divergence: Divergence) -> Diverg
     """Name the op that computes, on both sides, and the line of the candidate's own: that of a number proven wrong."""
     named = _at_what_computes(score, program, divergence)
     own, known = score.side.program, score.side.counterparts
-    line = line_of_number(own, known, divergence) or line_of_reader(program, own, known, divergence)
+    line = (
+        line_of_number(own, known, divergence)
+        or line_of_added_op(program, own, known, divergence)
+        or line_of_reader(program, own, known, divergence)
+    )
     is_told = line is not None and not is_of_both(program, line)
     if line and is_told and (ours := line_replaced(program, own, named.source, line)):
         return dataclasses.replace(named, source=ours, candidate_source=line)
     both = None if is_told else lines_that_differ(program, own, known, divergence)
-    beside = None if both is not None else lines_of_region(program, own, known, divergence)
+    beside = None if is_told or both is not None else lines_of_region(program, own, known, divergence)
     if beside is not None and not _is_right(score, program, beside[0]):
         both = beside
     if both is not None:

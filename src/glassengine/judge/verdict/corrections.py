@@ -15,6 +15,7 @@ import keyword
 import math
 import re
 import tokenize
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
@@ -25,7 +26,7 @@ from torch.fx import Node
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.hypotheses.trials.hypothesis import constants_of
+from glassengine.judge.hypotheses.trials.hypothesis import constants_of, whole_of
 from glassengine.judge.site_pairs import (
     ancestors,
     done_later,
@@ -88,6 +89,8 @@ def line_of_reader(
         return None
     named = (one.node for one in baseline.sites if one.name == divergence.site)
     node = baseline.node(next(named, divergence.node or ""))
+    if whole_of(node) is not None and counterparts.get(node.name, there.name) != there.name:
+        return source_line(program.node(counterparts[node.name]))
     is_inside = node.name != divergence.node and node.name not in counterparts
     is_passed_by = any(counterparts.get(source.name) == there.name for source in node.all_input_nodes)
     is_missing = is_passed_by and done_later(node, there, counterparts) is None
@@ -192,6 +195,33 @@ def _lines(program: Program, module: str) -> dict[str | None, str]:
     """Return the lines of the ops of a program, or of those of one module: "file:line: code" -> code."""
     ops = (site for site in program.sites if site.kind == "op" and site.name.startswith(f"{module}/" if module else ""))
     return {site.source: parts[2] for site in ops if (parts := parts_of_line(site.source))}
+
+
+def line_of_added_op(
+    baseline: Program, program: Program | None, counterparts: Mapping[str, str], divergence: Divergence
+) -> str | None:
+    """Return "file:line: line" of what only the candidate has in a region that is proven wrong.
+
+    None where that is in several lines, where what goes in has taken the place of what comes out, and where the
+    candidate lacks another op than the one that is changed.
+    """
+    there = _proven(program, counterparts, divergence)
+    if program is None or there is None:
+        return None
+    ours, ends = region_of(baseline.node(divergence.node or ""), counterparts)
+    if there.name in {counterparts[end.name] for end in ends}:
+        return None
+    theirs = region_of(there, set(counterparts.values()))[0]
+    numbers = Counter(op.target for op in ours if not passes_on(op))
+    numbers.subtract(op.target for op in theirs if not passes_on(op))
+    changed = divergence.hints[0].change
+    own = () if changed is None else changed.ops
+    lacking = [_site(baseline, op) for op in ours if numbers[op.target] > 0]
+    is_known = all(site is not None and site.name.endswith(own) for site in lacking)
+    if changed is not None and not (changed.argument or changed.exchanged or changed.operands):
+        is_known = is_known or len({site and site.source for site in lacking}) == 1  # one line instead of another
+    sources = {_source(program, op) for op in theirs if numbers[op.target] < 0}
+    return sources.pop() if len(sources) == 1 and is_known else None
 
 
 def _site(program: Program, op: Node) -> Site | None:

@@ -390,13 +390,13 @@ def is_users(file: str) -> bool:
 
 
 def with_helpers(kept: traceback.StackSummary, frames: traceback.StackSummary) -> traceback.StackSummary:
-    """Return the frames `kept` of `frames`, outermost first, with the helpers of the innermost `forward`."""
-    places = [place for place, frame in enumerate(frames) if frame.name == "forward" and is_users(frame.filename)]
-    if not places:
-        return kept
-    forward, called = frames[places[-1]], frames[places[-1] + 1 :]
-    helpers = [frame for frame in called if _is_helper(frame.filename, forward.filename)]
-    return traceback.StackSummary.from_list([*kept, *helpers])
+    """Return the frames `kept` of `frames`, outermost first, with the helpers of each `forward`."""
+    known, found, forward = set(map(id, kept)), [], None
+    for frame in frames:
+        forward = frame if frame.name == "forward" and is_users(frame.filename) else forward
+        if id(frame) in known or (forward is not None and _is_helper(frame.filename, forward.filename)):
+            found.append(frame)
+    return traceback.StackSummary.from_list(found)
 
 
 def _is_helper(file: str, forward: str) -> bool:

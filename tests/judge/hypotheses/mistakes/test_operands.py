@@ -337,3 +337,24 @@ def test_a_condition_that_is_not_multiplied_is_a_mask() -> None:
 def test_two_places_that_are_exchanged_are_turned_around() -> None:
     hint = told(lambda x: x[..., None].sin(), lambda x: x.flip(-1)[..., None].sin(), {"x": drawn(6, 2)})
     assert "moved" not in hint.text, hint
+
+
+class Stacked(nn.Module):
+    """Puts parts together, whose axes it exchanges."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.stack([part.sin().view(2, 3, 4).permute(0, 2, 1).contiguous() for part in (a, b)], -1)
+
+
+class StackedAsTheyAre(nn.Module):
+    """The same without that."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.stack([part.sin().view(2, 4, 3) for part in (a, b)], -1)
+
+
+def test_one_mistake_in_what_several_tensors_go_through_is_told_of_all() -> None:
+    given = {"a": drawn(6, 4), "b": drawn(6, 4, seed=1)}
+    first = check(Stacked(), candidate=StackedAsTheyAre(), inputs=given).first_divergence
+    assert first is not None and first.hints[0].proven, first
+    assert first.hints[0].text.endswith("is read as it is, in 2 places"), first

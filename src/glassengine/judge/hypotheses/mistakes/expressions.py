@@ -73,6 +73,8 @@ def _instead(question: Question, node: Node, value: Any, other: Node, found: Any
             is_passed_on = there in {question.label(one) for one in up(node)}
             short = question.label(node) if len(_written(node, question.labels)) > _LONGEST else here
             text = missing_ops(_ops(node), there) if is_passed_on else f"{there} instead of {short}"
+            if there == short:
+                return  # two layers have an op of this name: no words
         is_op = node.target is other.target and constants_of([node]) == constants_of([other])
         factors = {_written(arg, question.there.labels, is_operand=True) for arg in other.args}
         is_alone = _written(node, question.labels, is_operand=True) in factors
