@@ -176,3 +176,43 @@ def test_a_line_that_differs_and_is_right_is_not_quoted() -> None:
     first = check(Halved(0.5), candidate=HalvedOtherwise(0.25), inputs={"x": torch.randn(4, 8)}).first_divergence
     assert first is not None and "0.25" in first.hints[0].text, first
     assert (first.candidate_source or "").endswith("return torch.tanh(y * self.share)"), first
+
+
+class Parts(nn.Module):
+    """Returns what is slow and what is left."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        slow = x.cumsum(-1) / 8
+        return x - slow, slow
+
+
+class Mixed(nn.Module):
+    """Gives each of two results of a module to another layer, by way of lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts, self.fast, self.slow = Parts(), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ups, downs = [], []
+        up, down = self.parts(x)
+        ups.append(up.permute(1, 0))
+        downs.append(down.permute(1, 0))
+        return self.fast(ups[0]) + self.slow(downs[0])
+
+
+class MixedOtherwise(Mixed):
+    """Takes each result for the other one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ups, downs = [], []
+        down, up = self.parts(x)
+        ups.append(up.permute(1, 0))
+        downs.append(down.permute(1, 0))
+        return self.fast(ups[0]) + self.slow(downs[0])
+
+
+def test_results_that_are_taken_for_each_other_are_named_where_they_are_taken() -> None:
+    first = check(Mixed(), candidate=MixedOtherwise(), inputs={"x": torch.randn(8, 8)}).first_divergence
+    assert first is not None and str(first.candidate_source).endswith(": down, up = self.parts(x)")

@@ -168,7 +168,10 @@ def lines_of_region(
     for end, known in zip(ends, (counterparts, set(counterparts.values())), strict=True):
         views = [view for source in end.all_input_nodes for view in passed_on(source)]
         both.append(reversed({tuple(_frames(op)): op for op in [*views, *region_of(end, known)[0]]}.values()))
-    return next(filter(None, itertools.starmap(statements_apart, itertools.product(*both))), None)
+    operands = zip(*(end.all_input_nodes for end in ends), strict=False)
+    others = [(own, read) for own, read in operands if counterparts.get(own.name, own.name) != read.name]
+    tried = itertools.chain(itertools.product(*both), others)
+    return next(filter(None, itertools.starmap(statements_apart, tried)), None)
 
 
 def _changed(baseline: Program, program: Program, node: Node) -> str | None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 import linecache
 import re
+from collections.abc import Iterable
 from difflib import SequenceMatcher
 from functools import lru_cache
 
@@ -20,6 +22,7 @@ from glassengine.sites import parts_of_line
 ALIKE = 0.65
 """Share of the characters that two versions of a line have in common."""
 _IS, _ASSIGNS = re.compile(" = "), re.compile(r" [-+*/@&|]*= ")
+_METHOD = re.compile(r"([^\W\d]\w*)\.\w+\(")
 _NAME = re.compile(r"(?!self\b)\b[^\W\d]\w*")
 
 
@@ -27,13 +30,20 @@ def statements_apart(ours: Node, theirs: Node) -> tuple[str, str] | None:
     """Return "file:line: code" of the statement of each side that the other lacks, in a function that runs two ops.
 
     It runs the op, makes what the statement that runs it reads, or reads what that makes, of an op that takes a part.
-    The innermost function with such a statement counts; None where none has one, or one has several.
+    The innermost function with such a statement counts; where none has one, those that are further above the op count.
+    None where a function has several.
     """
     is_part = op_name(ours) == "getitem"
-    for frames in zip(user_frames(ours)[::-1], user_frames(theirs)[::-1], strict=False):
-        texts, own = zip(*(_statements(frame["file"], int(frame["line"])) for frame in frames), strict=True)
+    frames = list(zip(user_frames(ours)[::-1], user_frames(theirs)[::-1], strict=False))
+    for is_deep, pair in itertools.product((False, True), frames):
+        texts, own = zip(*(_statements(frame["file"], int(frame["line"])) for frame in pair), strict=True)
+        names = [_names(own[i], texts[i] if is_deep else ()) for i in (0, 1)]
         apart = [
-            [line for text, line in texts[i].items() if text not in texts[1 - i] and _is_near(text, own[i], is_part)]
+            [
+                line
+                for text, line in texts[i].items()
+                if text not in texts[1 - i] and _is_near(text, own[i], names[i], is_part)
+            ]
             for i in (0, 1)
         ]
         if any(apart):
@@ -65,8 +75,26 @@ def _parsed(source: str) -> list[ast.stmt]:
     return []
 
 
-def _is_near(text: str, own: str, is_part: bool) -> bool:
+def _names(own: str, texts: Iterable[str]) -> set[str]:
+    """Return the names that a statement reads, and those that others read which make them, or are told of them."""
+    found, before = _read(own), set[str]()
+    while found != before:
+        before = set(found)
+        for text in texts:
+            found |= _read(text) if _made(text) & before else set()
+    return found
+
+
+def _is_near(text: str, own: str, names: set[str], is_part: bool) -> bool:
     """Whether a statement is another one, makes what it reads, or reads a part that it makes."""
-    made, made_there = (set(_NAME.findall("".join(_ASSIGNS.split(one, maxsplit=1)[:-1]))) for one in (text, own))
-    read, read_there = (set(_NAME.findall(_IS.split(one, maxsplit=1)[-1])) for one in (text, own))
-    return text == own or bool(made & read_there) or (is_part and bool(made_there & read))
+    return text == own or bool(_made(text) & names) or (is_part and bool(_made(own) & _read(text)))
+
+
+def _made(text: str) -> set[str]:
+    """Return the names that a statement gives values, or of which it calls a method."""
+    called = _METHOD.match(text)
+    return {called[1]} if called else set(_NAME.findall("".join(_ASSIGNS.split(text, maxsplit=1)[:-1])))
+
+
+def _read(text: str) -> set[str]:
+    return set(_NAME.findall(_IS.split(text, maxsplit=1)[-1]))
