@@ -76,7 +76,7 @@ def _parsed(source: str) -> list[ast.stmt]:
 
 
 def _names(own: str, texts: Iterable[str]) -> set[str]:
-    """Return the names that a statement reads, and those that others read which make them, or are told of them."""
+    """Return the names that a statement reads, and those that others read to make or to change them."""
     found, before = _read(own), set[str]()
     while found != before:
         before = set(found)
