@@ -24,7 +24,7 @@ from glassengine.judge.pairing.program_pairs import MOST_FOREIGN, ProgramPairs, 
 from glassengine.judge.site_pairs import next_below, origin_of, partners_of, passes_on, region_of
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
-from glassengine.program.representation.naming import is_tensor_node
+from glassengine.program.representation.naming import is_tensor_node, op_name
 from glassengine.program.representation.outputs import is_view
 
 _AHEAD = 12
@@ -38,6 +38,8 @@ _TRIALS_OF_TWO = 10
 _NEAR = 0.3
 """Distance, relative to the prediction, of a tensor that is a likely counterpart."""
 _MOST_NEAR = 3
+_WRITING = frozenset({"index_add", "index_copy", "index_put", "scatter", "scatter_add", "scatter_reduce"})
+"""Ops that add to the rows of their first argument, or write over them."""
 _MOST_TRIED = 20_000
 """Ops predicted to no avail before none is tried any more: the two programs have nothing in common."""
 
@@ -157,7 +159,7 @@ class WrongTensorSearch:
         hows = self._pairs.hows()
         for some in self._likely(node, predicted, proposed):
             tensors = self._pairs.tensors
-            if some.name not in tensors.nodes:
+            if some.name not in tensors.nodes or _is_start(tensors.nodes[some.name]):
                 continue
             # How a tensor is arranged is known of what is near, and of what has the dimensions of the baseline's.
             known = some.how is not None or shapes_of(tensors.values(some)) == shapes
@@ -272,6 +274,12 @@ class WrongTensorSearch:
             found = next((seen for seen in close if tensors.ancestors[seen.name] & made_of == made_of), None)
             if found is not None:
                 yield index, found
+
+
+def _is_start(node: Node) -> bool:
+    """Whether a node is a constant to which others are added, or over which they are written."""
+    is_constant = traits_of(node).kind == "constant"
+    return is_constant and all(op_name(user) in _WRITING and user.args[0] is node for user in node.users)
 
 
 def _keeps(node: Node) -> bool:
