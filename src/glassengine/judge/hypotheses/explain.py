@@ -149,7 +149,7 @@ def explanation(question: Question, only: tuple[float, Family] | None = None) ->
                 hint = as_certain(question, family, hint)
                 rank = rank_of(family, hint)
                 has_all = hypothesis.lost is not None and question.has_all([hypothesis.lost, *hypothesis.edits])
-                if has_all or (family is extra_op and best is not None):
+                if has_all or (family is extra_op and best is not None) or _is_elsewhere(question, hypothesis):
                     rank = min(rank, Rank.DONE)
                 found = MistakeExplanation(hint, hypothesis, rank, score, family)
                 if best is None or found.rank > best.rank:
@@ -162,6 +162,15 @@ def explanation(question: Question, only: tuple[float, Family] | None = None) ->
     except OutOfWork:
         question.trial.budget.num_skipped += len(waiting) or 1
     return best
+
+
+def _is_elsewhere(question: Question, hypothesis: Hypothesis) -> bool:
+    """Whether both sides have the line of what a mistake changes word for word, though not those of all ops above."""
+    trial = question.trial
+    changed = [
+        op for node in hypothesis.edits for op in ([node] if node in trial.ops else node.users) if op in trial.ops
+    ]
+    return bool(changed) and all(map(question.is_written_alike, changed))
 
 
 def _every(question: Question) -> Iterator[tuple[float, Family, Iterator[Hypothesis]]]:

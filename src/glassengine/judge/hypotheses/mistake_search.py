@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from torch.fx import Node
 from glassengine.judge.hypotheses.explain import MistakeExplanation, Rank, differences, explanation
 from glassengine.judge.hypotheses.inside import Inside, inside_of
 from glassengine.judge.hypotheses.mistakes.catalog import Family
+from glassengine.judge.hypotheses.mistakes.operands import exchanged
 from glassengine.judge.hypotheses.trials.hypothesis import called, constants_of, of_weight, part_of, short, whole_of
 from glassengine.judge.hypotheses.trials.question import Question, TheirRegion, broadcasts_alike, in_its_dtype, noise_of
 from glassengine.judge.hypotheses.trials.trial import FAILS, OF_DIFFERENCES, Budget, Trial, real_parts
@@ -36,10 +37,12 @@ from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name, source_line
 from glassengine.program.representation.program import Program
 from glassengine.results import Hint
+from glassengine.sites import parts_of_line
 
 _USER = "user."
 _OF_MISSING = frozenset({"activation", "bias missing", "mask", "other", "scale"})
 """Kinds of mistakes that an op looks like that is not done where the baseline does it."""
+_OF_ORDER = frozenset({"permuted", "swapped"})
 _NUMBER = re.compile(r"(?<![^.@])\d+(?![^.@:/])")
 _DEPTHS = (0, 1, 2, 4)
 """How many ops above the flagged one are asked with it: where a tensor is observed need not be where it is made."""
@@ -153,6 +156,28 @@ class MistakeSearch:
                 best = found, question, names
                 if found.rank is Rank.SETTLED:
                     break
+        return best if best is None or only else self._exchanged_above(node, actual, valid, best, pieces)
+
+    def _exchanged_above(
+        self,
+        node: Node,
+        actual: Tensor,
+        valid: Tensor | None,
+        best: tuple[MistakeExplanation, Question, frozenset[str]],
+        pieces: Sequence[tuple[frozenset[str], Piece]],
+    ) -> tuple[MistakeExplanation, Question, frozenset[str]]:
+        """Return the exchange in a line that the candidate lacks, in place of another order in a line that it has."""
+        if not best[0].hint.proven or best[0].hint.kind not in _OF_ORDER or not self._unlike(pieces[-1][0]):
+            return best
+        if self._unlike(op.name for op in best[0].hypothesis.edits):
+            return best
+        for names, piece in pieces:
+            question = self.question(node, piece, actual, valid, Budget(OF_DIFFERENCES))
+            if question is not None and self._unlike(names):
+                question = replace(question, is_written_alike=lambda op: not self._unlike([op.name]))
+                found = explanation(question, (best[0].score or 1.0, exchanged))
+                if found is not None and found.rank is Rank.SETTLED:
+                    return found, question, names
         return best
 
     def _pieces(self, node: Node) -> Iterator[tuple[frozenset[str], Piece]]:
@@ -206,6 +231,24 @@ class MistakeSearch:
     @cached_property
     def _known(self) -> dict[str, Any]:
         return {**self.program.weights(), **self.values}
+
+    @cached_property
+    def _their_lines(self) -> dict[str, set[str]]:
+        """Module of the candidate -> lines of its ops, without their places."""
+        found: dict[str, set[str]] = defaultdict(set)
+        for site in () if self.candidate is None else self.candidate.sites:
+            found[site.name.rpartition("/")[0]].add(_code(site.source))
+        return dict(found)
+
+    def _unlike(self, names: Iterable[str]) -> bool:
+        """Whether the same module of the candidate lacks the line of one of some ops of the baseline, word for word."""
+        lines = self._their_lines
+        codes = (
+            (_code(source_line(self._nodes[name])), self._site(name).rpartition("/")[0])
+            for name in names
+            if name in self._nodes
+        )
+        return any(code and module in lines and code not in lines[module] for code, module in codes)
 
     def counterpart(self, node: Node) -> Node | None:
         """Return the candidate's own node for one of the baseline's."""
@@ -420,6 +463,10 @@ class MistakeSearch:
         for name in sorted(places, key=lambda n: abs(places[n] - here)):
             if name in first or order.get(name, here) < here:
                 yield name, self._known[name]
+
+
+def _code(line: str | None) -> str:
+    return (parts_of_line(line) or ("", 0, ""))[2]
 
 
 def is_still_computed(node: Node, program: Program, candidate: Program | None) -> bool:

@@ -69,6 +69,7 @@ class Question:
         is_another: Whether the candidate's tensor belongs to other ops of the baseline: no other tensor explains it.
         is_still_computed: Whether the candidate computes a node all the same that may have been left out.
         maker: Name for people of what makes the values of a node of the baseline.
+        is_written_alike: Whether the candidate has the line of an op word for word, though not those of all ops above.
         are_exchanged: Whether the candidate reads each of two nodes of the baseline where the other one belongs.
         native: The piece in the candidate's dtype without casts to a finer one; None where it has no such casts.
     """
@@ -92,6 +93,7 @@ class Question:
     read: frozenset[str] = frozenset()
     is_still_computed: Callable[[Node], bool] = lambda lost: False
     maker: Callable[[Node], str] = lambda node: node.name
+    is_written_alike: Callable[[Node], bool] = lambda op: False
     are_exchanged: Callable[[Node, Node], bool] = lambda one, other: False
     stored: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
