@@ -10,6 +10,7 @@ import itertools
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +25,8 @@ from glassengine.sites import parts_of_line
 Level = Literal["error", "warning"]
 
 _MOST_SOURCE_BYTES = 4 << 20
+_ALIKE = 0.25
+"""Share of the characters that two lines have in common at least, of which one is what the other should be."""
 
 RULES: dict[str, str] = {
     "prompt-differs": "Both sides make other tokens or texts of the same prompt.",
@@ -272,7 +275,8 @@ def next_step(result: Comparison, command: Sequence[str]) -> str:
         # Line 1 has both lines where nothing is proven; of a known mistake the answer has the line as it should be.
         hint = next(iter(found.hints), None)
         both = codes_apart(origin) if origin is not None and hint and hint.proven and hint.line is None else None
-        how = "" if both is None else f" (`{both[1]}`, in the baseline `{both[0]}`)"
+        is_pair = both is not None and SequenceMatcher(None, *both).ratio() >= _ALIKE
+        how = "" if both is None or not is_pair else f" (`{both[1]}`, in the baseline `{both[0]}`)"
         return f"change {found.candidate.place}{how}, then {again}"
     if found is not None and found.is_lacking and found.baseline is not None:
         return f"do in the candidate what {found.baseline.place} does: {found.baseline.code}, then {again}"

@@ -216,3 +216,34 @@ class MixedOtherwise(Mixed):
 def test_results_that_are_taken_for_each_other_are_named_where_they_are_taken() -> None:
     first = check(Mixed(), candidate=MixedOtherwise(), inputs={"x": torch.randn(8, 8)}).first_divergence
     assert first is not None and str(first.candidate_source).endswith(": down, up = self.parts(x)")
+
+
+class Stacked(nn.Module):
+    """Makes of each number two shares that add up to one, and picks among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        ones = torch.randint(0, 2, (6, 5), generator=torch.Generator().manual_seed(0)).float()
+        self.register_buffer("picked", torch.stack([ones, 1 - ones], -1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = torch.stack([-x.sin(), x.sin()], -1)
+        share = (1 - both.abs()).relu() ** 2 / 2
+        bins = torch.where(both >= 0, 1 - share, share)
+        return torch.einsum("bds,dcs->bdc", bins, self.picked).prod(-2)
+
+
+class StackedOtherwise(Stacked):
+    """Stacks them the other way around: where the shares were exchanged, values would be the same."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = torch.stack([x.sin(), -x.sin()], -1)
+        share = (1 - both.abs()).relu() ** 2 / 2
+        bins = torch.where(both >= 0, 1 - share, share)
+        return torch.einsum("bds,dcs->bdc", bins, self.picked).prod(-2)
+
+
+def test_an_exchange_is_told_of_the_line_that_the_candidate_has_otherwise() -> None:
+    first = check(Stacked(), candidate=StackedOtherwise(), inputs={"x": torch.randn(4, 6)}).first_divergence
+    assert first is not None and first.hints[0].text == "parts 0 and 1 of stack are exchanged"
+    assert str(first.candidate_source).endswith("both = torch.stack([x.sin(), -x.sin()], -1)")
