@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -62,6 +65,20 @@ class Coding(nn.Module):
         return self.decoder(self.post_quant_conv(mean))
 
 
+@contextlib.contextmanager
+def without_xformers() -> Iterator[None]:
+    """Import latent diffusion as it is without xformers, whose attention has no kernel for a processor."""
+    held = {name: sys.modules.get(name) for name in ("xformers", "xformers.ops")}
+    sys.modules.update(dict.fromkeys(held))  # type: ignore[arg-type]
+    yield
+    for name, module in held.items():
+        if module is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = module
+
+
+@without_xformers()
 def autoencoder(mistake: str) -> tuple[nn.Module, nn.Module]:
     from diffusers import AutoencoderKL
     from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
@@ -94,6 +111,7 @@ CONDITIONED: Edits = {
 }
 
 
+@without_xformers()
 def conditioned(mistake: str) -> tuple[nn.Module, nn.Module]:
     from diffusers import UNet2DConditionModel
     from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
@@ -293,7 +311,7 @@ PAIRS = [
             "scale alone": Mistake(
                 ["down_blocks.0.resnets.0/add.0", "down_blocks.0.resnets.0/mul.0"], ["1 is", "1 +", "- 1"]
             ),
-            "shift first": Mistake(["down_blocks.0.resnets.0/*"], ["getitem.1 instead of getitem.0"]),
+            "shift first": Mistake(["down_blocks.0.resnets.0/*"], ["part 1 are exchanged"]),
             "no label": Mistake(["./add.0"], ["not added", "missing"]),
             "skips": Mistake(["up_blocks.0/cat.0"], ["parts 0 and 1"]),
             "not resized": Mistake(["down_blocks.0.downsamplers.0*"], ["turned", "reverse"]),

@@ -257,7 +257,7 @@ PAIRS = [
         {"x": torch.randn(7, 6, generator=G), "edge_index": LINKS, "batch": WHOLE},
         {
             "loops": Mistake(["gcn*"], ["has new_zeros", "eye", "add", "diagonal"]),
-            "one side": Mistake(["gcn*"], ["rsqrt", "pow", ": 0 in the baseline, 1"]),
+            "one side": Mistake(["gcn*"], ["rsqrt", "pow", ": 0 in the baseline, 1", "instead of gcn/mul.0"]),
             "direction": Mistake(["sage*"], ["transpos", "index", "exchanged"]),
             "mean": Mistake(["sage*"], ["not divided", "mean"]),
             "epsilon": Mistake(["gin/*"], ["the baseline has add", "eps", "add.0 is not multiplied"]),

@@ -259,6 +259,9 @@ def efficientnet(mistake: str) -> tuple[nn.Module, nn.Module]:
         batch_norm_eps=1e-3,
     )
     own = shaken(EfficientNetForImageClassification(config))
+    for name, tensor in own.named_parameters():
+        if "squeeze_excite" in name:  # or a gate is the same number for all that it reads, within rounding
+            tensor.data *= 30
     tensors = in_order(own)
     if mistake == "statistics":
         at = "efficientnet.encoder.blocks.1.projection.project_bn."
