@@ -167,6 +167,16 @@ def test_an_op_with_two_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         traits._table()
 
 
+def test_what_drops_nothing_draws_nothing() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    flash = aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert not traits_of(graph.call_function(flash, (x, x, x))).is_random
+    assert traits_of(graph.call_function(flash, (x, x, x, 0.1))).is_random
+    assert traits_of(graph.call_function(aten.native_dropout.default, (x, 0.5, True))).is_random
+    assert not traits_of(graph.call_function(aten.native_dropout.default, (x, 0.5, False))).is_random
+
+
 def test_of_what_has_no_row_torch_says_whether_it_is_random_and_in_place() -> None:
     graph = Graph()
     x = graph.placeholder("x")

@@ -230,7 +230,7 @@ def traced(
             return ReferenceTrace(reference, None, why, accumulation)
         nodes = [node for node in module.graph.nodes if node.op == "call_function"]
         for node in nodes:
-            if traits_of(node).is_random and argument(node, "train") is not False and argument(node, "p") != 0:
+            if traits_of(node).is_random:
                 raise UsageError(
                     "the reference draws random numbers",
                     got=str(node.target),

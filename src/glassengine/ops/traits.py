@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.ops.row import NOTHING, Choice, OpTraits, Rounding, Terms
+from glassengine.ops.row import NOTHING, Choice, OpTraits, Rounding, Terms, argument
 
 _LEAST = 16
 """Terms of overlapping windows (pooling, resampling): more than the ratio of the sizes, but never many."""
@@ -267,7 +267,13 @@ def named(name: str) -> OpTraits:
 
 def traits_of(node: Node) -> OpTraits:
     """Return the traits of what a node calls; those of nothing for inputs and constants."""
-    return traits_of_target(node.target) if node.op == "call_function" else NOTHING
+    found = traits_of_target(node.target) if node.op == "call_function" else NOTHING
+    return replace(found, is_random=False) if found.is_random and _drops_nothing(node) else found
+
+
+def _drops_nothing(node: Node) -> bool:
+    """Whether an op that may draw what it drops keeps everything: an attention, a dropout in evaluation."""
+    return 0 in (argument(node, "p"), argument(node, "dropout_p")) or argument(node, "train") is False
 
 
 @functools.lru_cache(maxsize=4096)
