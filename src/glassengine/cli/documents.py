@@ -137,7 +137,7 @@ def write_text(pieces: Iterable[str], destination: str, flag: str = "--json") ->
         UsageError: As of `require_place`.
     """
     if destination == "-":
-        sys.stdout.writelines(pieces)
+        (settings.stdout or sys.stdout).writelines(pieces)
         return
     require_place(destination, flag)
     if (there := remote(destination)) is not None:

@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not given:
             options.out.print(introduction(), markup=False, highlight=False, soft_wrap=True)
             return 2
-        with command.make_context("glass", given) as context:
+        with command.make_context("glass", given) as context, options.document_alone():
             return command.invoke(context) or 0
 
     status = exit_status(run)

@@ -10,9 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -85,7 +85,7 @@ class _Settings:
     """The global flags in effect: `show_progress` may be true and still no bar be drawn (see `progress`).
 
     `json` says where the JSON document goes that was asked for: a file, or "-" for stdout; `sarif` where a log of the
-    findings goes, `words` the command line.
+    findings goes, `words` the command line, `stdout` what the document is written to while others print to stderr.
     """
 
     quiet: bool = False
@@ -95,6 +95,7 @@ class _Settings:
     json: str | None = None
     sarif: str | None = None
     words: tuple[str, ...] = ()
+    stdout: TextIO | None = None
 
 
 settings = _Settings()
@@ -117,6 +118,17 @@ def reset() -> None:
     settings.words = ()
     out.no_color = err.no_color = _NO_COLOR
     configure()
+
+
+@contextmanager
+def document_alone() -> Iterator[None]:
+    """Let a model or a script print to stderr where stdout has the JSON document."""
+    settings.stdout = sys.stdout
+    try:
+        with redirect_stdout(sys.stderr) if settings.json == "-" else nullcontext():
+            yield
+    finally:
+        settings.stdout = None
 
 
 def configure(
