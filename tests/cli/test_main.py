@@ -380,7 +380,7 @@ def test_json_is_one_strict_document(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_what_a_model_prints_stands_beside_the_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "printing.py").write_text(
         "import torch\n\n\nclass Printing(torch.nn.Module):\n    def forward(self, x):\n"
-        "        print('from the model')\n        return x.tanh()\n\n\ndef x():\n    return torch.ones(2)\n"
+        "        print('from the model')\n        return x.tanh()\n\n\ndef x():\n    return {'x': torch.ones(2)}\n"
     )
     status = cli.main(
         ["sites", f"{tmp_path / 'printing.py'}:Printing", "--inputs", f"{tmp_path / 'printing.py'}:x", "--json"]
