@@ -48,6 +48,8 @@ _OF_SHAPES = frozenset({"reshape", "view", "expand", "repeat", "flatten", "unfla
 """Functions whose whole numbers are sizes and axes: none of them is a number of another op on the line."""
 _LEAST_AXES = 3
 """Two numbers beside each other are found in many lines."""
+_MOST_PLACES = 24
+"""Places in the code of each side, the nearest to the end of a region, of which each is compared with each."""
 _DIVISIONS = (torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar)
 
 
@@ -167,7 +169,8 @@ def lines_of_region(
     both = []
     for end, known in zip(ends, (counterparts, set(counterparts.values())), strict=True):
         views = [view for source in end.all_input_nodes for view in passed_on(source)]
-        both.append(reversed({tuple(_frames(op)): op for op in [*views, *region_of(end, known)[0]]}.values()))
+        by_frames = {tuple(_frames(op)): op for op in [*views, *region_of(end, known)[0]]}
+        both.append([*reversed(by_frames.values())][:_MOST_PLACES])
     operands = zip(*(end.all_input_nodes for end in ends), strict=False)
     others = [(own, read) for own, read in operands if counterparts.get(own.name, own.name) != read.name]
     tried = itertools.chain(itertools.product(*both), others)
