@@ -1,95 +1,219 @@
 """Every result that Glass Engine reports, as frozen dataclasses with `.to_dict()`."""
 
-from glassengine.results.answer import MOST_OPS as MOST_OPS
-from glassengine.results.answer import CaseInputs as CaseInputs
-from glassengine.results.answer import DriftRow as DriftRow
-from glassengine.results.answer import Exemption as Exemption
-from glassengine.results.answer import ExemptionReason as ExemptionReason
-from glassengine.results.answer import Granularity as Granularity
-from glassengine.results.answer import InputUsed as InputUsed
-from glassengine.results.answer import ResultComparison as ResultComparison
-from glassengine.results.answer import Standing as Standing
-from glassengine.results.backends import ArtifactComparison as ArtifactComparison
-from glassengine.results.backends import CachedGraph as CachedGraph
-from glassengine.results.backends import CacheReport as CacheReport
-from glassengine.results.backends import Cause as Cause
-from glassengine.results.backends import Compilation as Compilation
-from glassengine.results.backends import StageComparison as StageComparison
-from glassengine.results.base import FLAGGED as FLAGGED
-from glassengine.results.base import VERDICTS as VERDICTS
-from glassengine.results.base import Failure as Failure
-from glassengine.results.base import Message as Message
-from glassengine.results.base import Result as Result
-from glassengine.results.base import Verdict as Verdict
-from glassengine.results.base import failure as failure
-from glassengine.results.base import worst as worst
-from glassengine.results.comparison import SCHEMA_VERSION as SCHEMA_VERSION
-from glassengine.results.comparison import Comparison as Comparison
-from glassengine.results.comparison import Comparisons as Comparisons
-from glassengine.results.comparison import Divergence as Divergence
-from glassengine.results.comparison import LevelResult as LevelResult
-from glassengine.results.comparison import SeriesComparison as SeriesComparison
-from glassengine.results.comparison import SeriesPoint as SeriesPoint
-from glassengine.results.comparison import SeriesStanding as SeriesStanding
-from glassengine.results.comparison import Skipped as Skipped
-from glassengine.results.comparison import WeightsComparison as WeightsComparison
-from glassengine.results.comparison import WrittenDifferently as WrittenDifferently
-from glassengine.results.engines import EngineColumn as EngineColumn
-from glassengine.results.engines import Forward as Forward
-from glassengine.results.engines import Generation as Generation
-from glassengine.results.engines import SideBySide as SideBySide
-from glassengine.results.engines import StepDifference as StepDifference
-from glassengine.results.engines import TokenDifference as TokenDifference
-from glassengine.results.figures import ElementDifference as ElementDifference
-from glassengine.results.figures import ErrorHistogram as ErrorHistogram
-from glassengine.results.figures import Figures as Figures
-from glassengine.results.figures import SliceMaxima as SliceMaxima
-from glassengine.results.figures import Summary as Summary
-from glassengine.results.figures import TensorValues as TensorValues
-from glassengine.results.figures import UlpDistance as UlpDistance
-from glassengine.results.findings import Decision as Decision
-from glassengine.results.findings import Findings as Findings
-from glassengine.results.findings import Interrupted as Interrupted
-from glassengine.results.findings import Policy as Policy
-from glassengine.results.findings import decide as decide
-from glassengine.results.findings import over_budget as over_budget
-from glassengine.results.findings import with_grafts as with_grafts
-from glassengine.results.findings import with_prompt as with_prompt
-from glassengine.results.hints import KINDS as KINDS
-from glassengine.results.hints import TRIED as TRIED
-from glassengine.results.hints import Altered as Altered
-from glassengine.results.hints import Hint as Hint
-from glassengine.results.hints import Kind as Kind
-from glassengine.results.hints import Quantization as Quantization
-from glassengine.results.hints import QuantizedWeight as QuantizedWeight
-from glassengine.results.metrics import MetricsReport as MetricsReport
-from glassengine.results.metrics import MetricSummary as MetricSummary
-from glassengine.results.pairs import BY_GRID as BY_GRID
-from glassengine.results.pairs import Counts as Counts
-from glassengine.results.pairs import Packed as Packed
-from glassengine.results.pairs import Pair as Pair
-from glassengine.results.pairs import TokenAgreement as TokenAgreement
-from glassengine.results.pairs import added as added
-from glassengine.results.pairs import counts_of as counts_of
-from glassengine.results.pairs import severity as severity
-from glassengine.results.pairs import tally_of as tally_of
-from glassengine.results.recorded import Bisection as Bisection
-from glassengine.results.recorded import ListedSnapshot as ListedSnapshot
-from glassengine.results.recorded import MinimalOp as MinimalOp
-from glassengine.results.recorded import RecordedScript as RecordedScript
-from glassengine.results.recorded import RecordedTarget as RecordedTarget
-from glassengine.results.recorded import Replayed as Replayed
-from glassengine.results.recorded import ReplayedOutput as ReplayedOutput
-from glassengine.results.report import ReportPage as ReportPage
-from glassengine.results.report import WrittenReport as WrittenReport
-from glassengine.results.without_tensors import BatchProof as BatchProof
-from glassengine.results.without_tensors import FirstOperation as FirstOperation
-from glassengine.results.without_tensors import Invariance as Invariance
-from glassengine.results.without_tensors import PromptComparison as PromptComparison
-from glassengine.results.without_tensors import PromptExample as PromptExample
-from glassengine.results.without_tensors import PromptFinding as PromptFinding
-from glassengine.results.without_tensors import RolloutCause as RolloutCause
-from glassengine.results.without_tensors import RolloutComparison as RolloutComparison
-from glassengine.results.without_tensors import RolloutToken as RolloutToken
-from glassengine.results.without_tensors import SwitchTried as SwitchTried
-from glassengine.results.without_tensors import Variation as Variation
+from __future__ import annotations
+
+from glassengine.results.answer import (
+    MOST_OPS,
+    CaseInputs,
+    DriftRow,
+    Exemption,
+    ExemptionReason,
+    Granularity,
+    InputUsed,
+    ResultComparison,
+    Standing,
+)
+from glassengine.results.backends import (
+    ArtifactComparison,
+    CachedGraph,
+    CacheReport,
+    Cause,
+    Compilation,
+    StageComparison,
+)
+from glassengine.results.base import (
+    FLAGGED,
+    VERDICTS,
+    Failure,
+    Message,
+    Result,
+    Verdict,
+    failure,
+    worst,
+)
+from glassengine.results.comparison import (
+    SCHEMA_VERSION,
+    Comparison,
+    Comparisons,
+    Divergence,
+    LevelResult,
+    SeriesComparison,
+    SeriesPoint,
+    SeriesStanding,
+    Skipped,
+    WeightsComparison,
+    WrittenDifferently,
+)
+from glassengine.results.engines import (
+    EngineColumn,
+    Forward,
+    Generation,
+    SideBySide,
+    StepDifference,
+    TokenDifference,
+)
+from glassengine.results.figures import (
+    ElementDifference,
+    ErrorHistogram,
+    Figures,
+    SliceMaxima,
+    Summary,
+    TensorValues,
+    UlpDistance,
+)
+from glassengine.results.findings import (
+    Decision,
+    Findings,
+    Interrupted,
+    Policy,
+    decide,
+    over_budget,
+    with_grafts,
+    with_prompt,
+)
+from glassengine.results.hints import (
+    KINDS,
+    TRIED,
+    Altered,
+    Hint,
+    Kind,
+    Quantization,
+    QuantizedWeight,
+)
+from glassengine.results.metrics import (
+    MetricsReport,
+    MetricSummary,
+)
+from glassengine.results.pairs import (
+    BY_GRID,
+    Counts,
+    Packed,
+    Pair,
+    TokenAgreement,
+    added,
+    counts_of,
+    severity,
+    tally_of,
+)
+from glassengine.results.recorded import (
+    Bisection,
+    ListedSnapshot,
+    MinimalOp,
+    RecordedScript,
+    RecordedTarget,
+    Replayed,
+    ReplayedOutput,
+)
+from glassengine.results.report import (
+    ReportPage,
+    WrittenReport,
+)
+from glassengine.results.without_tensors import (
+    BatchProof,
+    FirstOperation,
+    Invariance,
+    PromptComparison,
+    PromptExample,
+    PromptFinding,
+    RolloutCause,
+    RolloutComparison,
+    RolloutToken,
+    SwitchTried,
+    Variation,
+)
+
+__all__ = [
+    "BY_GRID",
+    "FLAGGED",
+    "KINDS",
+    "MOST_OPS",
+    "SCHEMA_VERSION",
+    "TRIED",
+    "VERDICTS",
+    "Altered",
+    "ArtifactComparison",
+    "BatchProof",
+    "Bisection",
+    "CacheReport",
+    "CachedGraph",
+    "CaseInputs",
+    "Cause",
+    "Comparison",
+    "Comparisons",
+    "Compilation",
+    "Counts",
+    "Decision",
+    "Divergence",
+    "DriftRow",
+    "ElementDifference",
+    "EngineColumn",
+    "ErrorHistogram",
+    "Exemption",
+    "ExemptionReason",
+    "Failure",
+    "Figures",
+    "Findings",
+    "FirstOperation",
+    "Forward",
+    "Generation",
+    "Granularity",
+    "Hint",
+    "InputUsed",
+    "Interrupted",
+    "Invariance",
+    "Kind",
+    "LevelResult",
+    "ListedSnapshot",
+    "Message",
+    "MetricSummary",
+    "MetricsReport",
+    "MinimalOp",
+    "Packed",
+    "Pair",
+    "Policy",
+    "PromptComparison",
+    "PromptExample",
+    "PromptFinding",
+    "Quantization",
+    "QuantizedWeight",
+    "RecordedScript",
+    "RecordedTarget",
+    "Replayed",
+    "ReplayedOutput",
+    "ReportPage",
+    "Result",
+    "ResultComparison",
+    "RolloutCause",
+    "RolloutComparison",
+    "RolloutToken",
+    "SeriesComparison",
+    "SeriesPoint",
+    "SeriesStanding",
+    "SideBySide",
+    "Skipped",
+    "SliceMaxima",
+    "StageComparison",
+    "Standing",
+    "StepDifference",
+    "Summary",
+    "SwitchTried",
+    "TensorValues",
+    "TokenAgreement",
+    "TokenDifference",
+    "UlpDistance",
+    "Variation",
+    "Verdict",
+    "WeightsComparison",
+    "WrittenDifferently",
+    "WrittenReport",
+    "added",
+    "counts_of",
+    "decide",
+    "failure",
+    "over_budget",
+    "severity",
+    "tally_of",
+    "with_grafts",
+    "with_prompt",
+    "worst",
+]
