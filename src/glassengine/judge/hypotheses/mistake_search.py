@@ -108,7 +108,7 @@ class MistakeSearch:
         self.place = self._place(question.trial, found.hypothesis.edits) if made_in is None else made_in.name
         anew = names if lost is None else {*names, lost.name}
         self.covered = {name for name in self.flagged if name in anew and name != node.name}
-        return [self._of_product(node, self._in_place(node, found.hint))]
+        return [self._of_product(node, self._in_place(node, found.hint, names))]
 
     def _of_product(self, node: Node, hint: Hint) -> Hint:
         """Return a hint that says of a transposed product which operands the candidate has exchanged: q and k."""
@@ -123,14 +123,18 @@ class MistakeSearch:
                 return replace(hint, kind="swapped", text=f"{first} and {second} are exchanged", change=None)
         return hint
 
-    def _in_place(self, node: Node, hint: Hint) -> Hint:
+    def _in_place(self, node: Node, hint: Hint, names: Collection[str]) -> Hint:
         """Return a hint that says where the candidate does an op that is missing where the baseline has it."""
-        there = self.counterpart(node)
+        there, change = self.counterpart(node), hint.change
         if there is None or not hint.proven:
             return hint
+        name, written = op_name(node), set[Any]()
         if (later := done_later(node, there, self.counterparts)) is not None:
+            if change is not None and change.argument == "activation" and change.baseline != name:
+                name, written = str(change.baseline), {self._nodes[one].target for one in names}  # of several ops
             others = [one for one in node.all_input_nodes if self.counterparts.get(one.name) != there.name]
-            after = next(op_name(origin_of(one)) for one in later.all_input_nodes if there in ancestors(one))
+            between = (origin_of(one) for one in up(later) if there in ancestors(one))
+            after = next((op_name(one) for one in between if one.target not in written), "other ops")
             where = f"after {after}, not before it"
         elif hint.kind in _OF_MISSING and (earlier := done_earlier(node, there, self.counterparts)) is not None:
             read = {source.name for source in earlier.all_input_nodes}
@@ -138,8 +142,8 @@ class MistakeSearch:
             where = f"before {op_name(origin_of(there))}, not after it"
         else:
             return hint
-        what = " and ".join(self._maker(one, self._site(node.name)) for one in others)
-        done = f"{op_name(node)} with {what}" if what else op_name(node)
+        what = " and ".join(self._maker(one, self._site(node.name)) for one in others if not written)
+        done = f"{name} with {what}" if what else name
         return replace(hint, text=f"{done} is done {where}", evidence="order")
 
     def _best(
