@@ -329,16 +329,24 @@ class MistakeSearch:
     def _piece(self, node: Node, depth: int, besides: Collection[str]) -> Piece | None:
         known = self._known
         above = {node.name, *(op.name for op in up(node, depth) if op.op == "call_function")}
-        return cut([node], known, known.keys() - above - self._same(node) - set(besides))
+        # A tensor is not made of itself.
+        same = {name for name, is_same_op in self._same(node).items() if name in self.flagged and not is_same_op}
+        return cut([node], known, known.keys() - above - same - set(besides))
 
-    def _same(self, node: Node) -> set[str]:
-        """Return what was flagged and is paired with the same tensor of the candidate: it is not made of itself."""
-        target = self.counterparts.get(node.name)
-        return {name for name in self.flagged if target is not None and self.counterparts.get(name) == target}
+    def _same(self, node: Node) -> dict[str, bool]:
+        """Return what is paired with the same tensor of the candidate -> whether the op is the same as well."""
+        there = self.counterpart(node)
+        if there is None:
+            return {}
+        same = (name for name, theirs in self.counterparts.items() if theirs == there.name and name != node.name)
+        return {name: self._nodes[name].target is there.target for name in same}
 
     def _theirs(self, node: Node) -> list[Node]:
         target = self.counterpart(node)
-        ops = set() if target is None else set(region_of(target, set(self.counterparts.values()))[0])
+        same = {name for name, is_same_op in self._same(node).items() if is_same_op}
+        if target is None or any(one.name in same for one in (up(node) if same else ())):
+            return []  # in place of the op it has what this is made of
+        ops = set(region_of(target, set(self.counterparts.values()))[0])
         return [op for op in self._candidates.values() if op in ops]  # in the order in which they run
 
     def _their_region(self, node: Node, budget: Budget) -> TheirRegion | None:
