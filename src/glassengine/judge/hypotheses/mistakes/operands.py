@@ -228,7 +228,8 @@ def _conditions(question: Question, node: Node, made: Tensor) -> Iterator[Hypoth
     """Yield: of an op that decides what is hidden, one of two conditions is missing, or it holds everywhere."""
     values, sources = question.trial.values, [source for _, source in tensors_of(question.trial, node)]
     lost: dict[Node, Tensor] = {}
-    own, theirs = ({op.target for op in ops if op_name(op).rstrip("_") in _LOGIC} for ops in (question.trial.ops, question.theirs))
+    both = question.trial.ops, question.theirs
+    own, theirs = ({op.target for op in ops if op_name(op).rstrip("_") in _LOGIC} for ops in both)
     if node.target in own - theirs and theirs - own:
         return  # the candidate has another one in its place
     if len(sources) == 2 and all(values[source].dtype is torch.bool for source in sources):
