@@ -389,7 +389,7 @@ def done_later(node: Node, there: Node, counterparts: Mapping[str, str]) -> Node
         there: What the candidate has of it: the counterpart of one of them, which passes it by.
         counterparts: Node of the baseline -> node of the candidate; weights have one name.
     """
-    others = {counterparts.get(source.name, source.name) for source in node.all_input_nodes} - {there.name}
+    others = {_name_there(source, counterparts) for source in node.all_input_nodes} - {there.name}
     if len(others) == len(node.all_input_nodes):
         return None
     for op in _unpaired(node, down([there], depth=_SOON), counterparts):
@@ -401,9 +401,20 @@ def done_later(node: Node, there: Node, counterparts: Mapping[str, str]) -> Node
 
 def done_earlier(node: Node, there: Node, counterparts: Mapping[str, str]) -> Node | None:
     """Return the candidate's op above `there`, the counterpart of `node`, that does the same with other operands."""
-    own = {counterparts.get(source.name, source.name) for source in node.all_input_nodes}
+    own = {_name_there(source, counterparts) for source in node.all_input_nodes}
     ops = _unpaired(node, up(there, _SOON), counterparts) if there.target is not node.target else ()
     return next((op for op in ops if 0 < len(own & {source.name for source in op.all_input_nodes}) < len(own)), None)
+
+
+def _name_there(node: Node, counterparts: Mapping[str, str], depth: int = _SOON) -> str:
+    """Return the candidate's name of a tensor, or of the one that ops without counterparts make it of; empty without.
+
+    Weights have one name.
+    """
+    if node.op != "call_function" or node.name in counterparts:
+        return counterparts.get(node.name, node.name)
+    made_of = {_name_there(one, counterparts, depth - 1) for one in node.all_input_nodes} if depth else set()
+    return made_of.pop() if len(made_of) == 1 else ""
 
 
 def _unpaired(node: Node, ops: Iterable[Node], counterparts: Mapping[str, str]) -> Iterator[Node]:

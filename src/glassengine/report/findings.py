@@ -274,7 +274,10 @@ def next_step(result: Comparison, command: Sequence[str]) -> str:
     if found is not None and found.candidate is not None:
         # Line 1 has both lines where nothing is proven; of a known mistake the answer has the line as it should be.
         hint = next(iter(found.hints), None)
-        both = codes_apart(origin) if origin is not None and hint and hint.proven and hint.line is None else None
+        change = hint.change if hint else None
+        is_only_there = bool(change and change.candidate and change.baseline is None and change.argument is None)
+        is_quoted = hint and hint.proven and hint.line is None and not is_only_there
+        both = codes_apart(origin) if origin is not None and is_quoted else None
         is_pair = both is not None and SequenceMatcher(None, *both).ratio() >= _ALIKE
         how = "" if both is None or not is_pair else f" (`{both[1]}`, in the baseline `{both[0]}`)"
         return f"change {found.candidate.place}{how}, then {again}"

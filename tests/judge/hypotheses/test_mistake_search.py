@@ -37,3 +37,25 @@ def test_what_the_candidate_reads_elsewhere_is_not_said_to_be_left_out(
     assert first is not None
     said = [hint for hint in first.hints if hint.proven and "is not added" in hint.text]
     assert bool(said) is is_said, first.hints
+
+
+class Scaled(nn.Module):
+    """A layer whose product is scaled twice by one number, or once."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.layer, self.times = nn.Linear(8, 8), times
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x).relu() * 0.35
+        return x + (y * 0.35 if self.times > 1 else y)
+
+
+def test_the_second_of_two_equal_multiplications_is_said_to_be_missing_in_each_layer() -> None:
+    models = []
+    for times in (2, 1):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(*(Scaled(times) for _ in range(3))).eval())
+    first = check(models[0], candidate=models[1], inputs={"input": torch.randn(2, 6, 8)}).first_divergence
+    assert first is not None and first.site == "0/mul.1" and first.num_alike == 3, first
+    assert first.hints[0].text == "the multiplication by 0.35 is missing"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -373,3 +374,30 @@ def test_a_difference_of_places_that_is_turned_is_named_where_it_is_made() -> No
 def test_a_difference_of_places_that_is_turned_back_is_no_mistake(back: Step) -> None:
     candidate = Distances(turned=True, back=back).eval()
     assert check(Distances().eval(), candidate=candidate, inputs={"x": torch.randn(2, 5, 6)}).ok
+
+
+class Directed(nn.Module):
+    """A layer in which a column sees the columns up to itself, by a mask that is calculated."""
+
+    def __init__(self, seen: Any, size: float) -> None:
+        super().__init__()
+        self.query, self.value, self.seen, self.size = nn.Linear(8, 8), nn.Linear(8, 8), seen, size
+        self.register_buffer("places", torch.arange(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.size * (self.query(x) @ x.transpose(1, 2))
+        seen = self.seen(self.places[None, None, :].repeat(x.shape[0], 6, 1), self.places[None, :, None])
+        scores = scores + (1.0 - seen.float()) * -1e5
+        return torch.tanh((scores / 2).softmax(-1) @ self.value(x)) + x
+
+
+@pytest.mark.parametrize(("seen", "size"), [(torch.ge, 1.0), (torch.ge, 1e-3), (torch.lt, 1.0)])
+def test_a_mask_that_is_turned_is_named_where_it_is_compared(seen: Any, size: float) -> None:
+    """Scores that are small beside the numbers of the mask tell as much as large ones."""
+    models = []
+    for compare in (torch.le, seen):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(*(Directed(compare, size) for _ in range(3))).eval())
+    first = check(models[0], candidate=models[1], inputs={"input": torch.randn(4, 6, 8)}).first_divergence
+    assert first is not None and first.site == "0/le.0", first
+    assert first.hints[0].text == f"{seen.__name__} instead of le"

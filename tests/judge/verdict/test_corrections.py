@@ -813,3 +813,73 @@ def test_queries_and_keys_that_are_exchanged_are_not_called_transposed() -> None
     assert first is not None and first.hints[0].proven, first
     assert first.hints[0].text == "part 0 of to_qkv/linear.0 and part 1 of to_qkv/linear.0 are exchanged"
     assert (first.candidate_source or "").endswith("k, q, v = self.to_qkv(x).chunk(3, dim=-1)")
+
+
+def written_gelu(x: torch.Tensor) -> torch.Tensor:
+    """A gelu of several ops."""
+    return x * 0.5 * (1.0 + torch.erf(x / 2**0.5))
+
+
+class Blocks(nn.Module):
+    """Linear layers, each with a norm and an activation, in one order or the other."""
+
+    def __init__(self, norm: Any, act: Any, *, is_normed_first: bool, number: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(number))
+        self.norms = nn.ModuleList(norm(8) for _ in range(number))
+        self.act, self.is_normed_first = act, is_normed_first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = layer(x)
+            if self.is_normed_first:
+                x = norm(x)
+            x = self.act(x)
+            if not self.is_normed_first:
+                x = norm(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("norm", "act", "is_normed_first", "number", "wanted"),
+    [
+        (nn.BatchNorm1d, nn.functional.relu, True, 2, "relu is done to layers.0/linear.0, not to norms.0/batch_norm"),
+        (nn.LayerNorm, written_gelu, False, 1, "gelu is done after layer_norm, not before it"),
+    ],
+)
+def test_an_activation_on_the_other_side_of_a_norm_is_called_so(
+    norm: Any, act: Any, is_normed_first: bool, number: int, wanted: str
+) -> None:
+    torch.manual_seed(0)
+    right = Blocks(norm, act, is_normed_first=is_normed_first, number=number).eval()
+    wrong = Blocks(norm, act, is_normed_first=not is_normed_first, number=number).eval()
+    for parameter in right.norms.parameters():
+        nn.init.uniform_(parameter, -0.5, 2.0)
+    wrong.load_state_dict(right.state_dict())
+    first = check(right, candidate=wrong, inputs={"x": torch.randn(6, 8)}).first_divergence
+    assert first is not None and first.hints[0].text == wanted, first
+
+
+class Perceptron(nn.Module):
+    """An activation after each of its first layers."""
+
+    def __init__(self, num_activations: int) -> None:
+        super().__init__()
+        self.layers, self.num_activations = nn.ModuleList(nn.Linear(8, 8) for _ in range(2)), num_activations
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if number < self.num_activations:
+                x = nn.functional.gelu(x)
+        return x.reshape(-1, 2, 4)
+
+
+def test_the_line_of_an_op_that_is_done_once_more_is_named_though_both_sides_have_it() -> None:
+    right, wrong = Perceptron(1), Perceptron(2)
+    wrong.load_state_dict(right.state_dict())
+    found = check(right, candidate=wrong, inputs={"x": torch.randn(6, 8)})
+    first = found.first_divergence
+    assert first is not None and first.hints[0].text == "gelu of view.0 in the candidate, none in the baseline", first
+    assert (first.candidate_source or "").endswith("x = nn.functional.gelu(x)"), first
+    assert "reshape" not in next_step(found, ["check"])

@@ -108,7 +108,7 @@ class MistakeSearch:
         self.place = self._place(question.trial, found.hypothesis.edits) if made_in is None else made_in.name
         anew = names if lost is None else {*names, lost.name}
         self.covered = {name for name in self.flagged if name in anew and name != node.name}
-        return [self._of_product(node, self._in_place(node, found.hint))]
+        return [self._of_product(node, self._in_place(node, found.hint, names))]
 
     def _of_product(self, node: Node, hint: Hint) -> Hint:
         """Return a hint that says of a transposed product which operands the candidate has exchanged: q and k."""
@@ -123,14 +123,18 @@ class MistakeSearch:
                 return replace(hint, kind="swapped", text=f"{first} and {second} are exchanged", change=None)
         return hint
 
-    def _in_place(self, node: Node, hint: Hint) -> Hint:
+    def _in_place(self, node: Node, hint: Hint, names: Collection[str]) -> Hint:
         """Return a hint that says where the candidate does an op that is missing where the baseline has it."""
-        there = self.counterpart(node)
+        there, change = self.counterpart(node), hint.change
         if there is None or not hint.proven:
             return hint
+        name, written = op_name(node), set[Any]()
         if (later := done_later(node, there, self.counterparts)) is not None:
+            if change is not None and change.argument == "activation" and change.baseline != name:
+                name, written = str(change.baseline), {self._nodes[one].target for one in names}  # of several ops
             others = [one for one in node.all_input_nodes if self.counterparts.get(one.name) != there.name]
-            after = next(op_name(origin_of(one)) for one in later.all_input_nodes if there in ancestors(one))
+            between = (origin_of(one) for one in up(later) if there in ancestors(one))
+            after = next((op_name(one) for one in between if one.target not in written), "other ops")
             where = f"after {after}, not before it"
         elif hint.kind in _OF_MISSING and (earlier := done_earlier(node, there, self.counterparts)) is not None:
             read = {source.name for source in earlier.all_input_nodes}
@@ -138,8 +142,8 @@ class MistakeSearch:
             where = f"before {op_name(origin_of(there))}, not after it"
         else:
             return hint
-        what = " and ".join(self._maker(one, self._site(node.name)) for one in others)
-        done = f"{op_name(node)} with {what}" if what else op_name(node)
+        what = " and ".join(self._maker(one, self._site(node.name)) for one in others if not written)
+        done = f"{name} with {what}" if what else name
         return replace(hint, text=f"{done} is done {where}", evidence="order")
 
     def _best(
@@ -325,16 +329,24 @@ class MistakeSearch:
     def _piece(self, node: Node, depth: int, besides: Collection[str]) -> Piece | None:
         known = self._known
         above = {node.name, *(op.name for op in up(node, depth) if op.op == "call_function")}
-        return cut([node], known, known.keys() - above - self._same(node) - set(besides))
+        # A tensor is not made of itself.
+        same = {name for name, is_same_op in self._same(node).items() if name in self.flagged and not is_same_op}
+        return cut([node], known, known.keys() - above - same - set(besides))
 
-    def _same(self, node: Node) -> set[str]:
-        """Return what was flagged and is paired with the same tensor of the candidate: it is not made of itself."""
-        target = self.counterparts.get(node.name)
-        return {name for name in self.flagged if target is not None and self.counterparts.get(name) == target}
+    def _same(self, node: Node) -> dict[str, bool]:
+        """Return what is paired with the same tensor of the candidate -> whether the op is the same as well."""
+        there = self.counterpart(node)
+        if there is None:
+            return {}
+        same = (name for name, theirs in self.counterparts.items() if theirs == there.name and name != node.name)
+        return {name: self._nodes[name].target is there.target for name in same}
 
     def _theirs(self, node: Node) -> list[Node]:
         target = self.counterpart(node)
-        ops = set() if target is None else set(region_of(target, set(self.counterparts.values()))[0])
+        same = {name for name, is_same_op in self._same(node).items() if is_same_op}
+        if target is None or any(one.name in same for one in (up(node) if same else ())):
+            return []  # in place of the op it has what this is made of
+        ops = set(region_of(target, set(self.counterparts.values()))[0])
         return [op for op in self._candidates.values() if op in ops]  # in the order in which they run
 
     def _their_region(self, node: Node, budget: Budget) -> TheirRegion | None:

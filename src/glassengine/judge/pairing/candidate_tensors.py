@@ -15,7 +15,7 @@ from glassengine.capture.observers import run_program
 from glassengine.judge.cases import Case, StepInputs, by_name, empty_caches
 from glassengine.numerics.arrangements import Arrangement, Size, arrangements
 from glassengine.numerics.judgement import unit_roundoff
-from glassengine.numerics.mask_values import sentinel
+from glassengine.numerics.mask_values import HIDDEN, sentinel
 from glassengine.program.kinds.image_text import ROWS
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program
@@ -308,9 +308,14 @@ def numbers_of(values: Values) -> tuple[int, ...]:
     return tuple(value.numel() if isinstance(value, torch.Tensor) else -1 for value in values)
 
 
-def is_telling(values: Values) -> bool:
-    """Whether tensors have two different numbers: one number is made in too many ways to say anything."""
-    return any(isinstance(v, torch.Tensor) and v.numel() > 1 and bool((v != v.flatten()[0]).any()) for v in values)
+def is_telling(values: Values, *, is_turned: bool = False) -> bool:
+    """Whether tensors have two different numbers: one number is made in too many ways to say anything.
+
+    A square one that `is_turned` needs three: a mask of what comes before is one of what comes after, transposed.
+    """
+    tensors = (value for value in values if isinstance(value, torch.Tensor) and value.numel() > 1)
+    others = (value[value != value.flatten()[0]] for value in tensors)
+    return any(not is_turned or bool((other != other[0]).any()) for other in others if other.numel())
 
 
 def _hows(theirs: tuple[Any, ...], shapes: tuple[Any, ...]) -> list[Arrangement | None]:
@@ -392,6 +397,11 @@ def _distance(candidate: torch.Tensor, predicted: torch.Tensor) -> float:
     masked = ~(ours.abs() < limit)
     if not torch.equal(masked, ~(theirs.abs() < limit)):
         return float("inf")
-    error = _size(torch.where(masked, 0.0, theirs - ours))
-    size = _size(ours)
+    hidden = ours <= HIDDEN
+    # What a mask hides is larger by far than what it shows: either counts by its own size.
+    return max(_relative(theirs, ours, masked | one) for one in ((hidden, ~hidden) if hidden.any() else (hidden,)))
+
+
+def _relative(theirs: torch.Tensor, ours: torch.Tensor, left_out: torch.Tensor) -> float:
+    error, size = (_size(torch.where(left_out, 0.0, value)) for value in (theirs - ours, ours))
     return error / size if size else (0.0 if error == 0 else float("inf"))

@@ -185,7 +185,6 @@ class ProgramPairs:
         for name in [*inputs, *(seen.name for seen in instead)]:
             made_of |= self.tensors.ancestors[name]
         computes = not passes_on(node)
-        tells: bool | None = None
         near = self.tensors.close(
             predicted, lambda name: self.allowed(node, name), made_of, beside_padding=beside_padding
         )
@@ -201,8 +200,8 @@ class ProgramPairs:
                 # What goes in, rounded: too coarse to show that the op is not in it.
                 continue
             if seen.how is not None:
-                tells = is_telling(predicted) if tells is None else tells
-                if not tells:
+                is_square = shapes_of(self.tensors.values(CandidateTensor(seen.name))) == shapes_of(predicted)
+                if not is_telling(predicted, is_turned=is_square):
                     continue
             is_same = self.reads_the_same(node, seen.name)
             is_proposed = proposed is not None and proposed.name == seen.name

@@ -326,11 +326,8 @@ def as_written(score: Score, program: Program, divergence: Divergence) -> Diverg
     """Name the op that computes, on both sides, and the line of the candidate's own: that of a number proven wrong."""
     named = _at_what_computes(score, program, divergence)
     own, known = score.side.program, score.side.counterparts
-    line = (
-        line_of_number(own, known, divergence)
-        or line_of_added_op(program, own, known, divergence)
-        or line_of_reader(program, own, known, divergence)
-    )
+    added = line_of_added_op(program, own, known, divergence)
+    line = line_of_number(own, known, divergence) or added or line_of_reader(program, own, known, divergence)
     is_told = line is not None and not is_of_both(program, line)
     if line and is_told and (ours := line_replaced(program, own, named.source, line)):
         return dataclasses.replace(named, source=ours, candidate_source=line)
@@ -342,7 +339,7 @@ def as_written(score: Score, program: Program, divergence: Divergence) -> Diverg
         return dataclasses.replace(named, source=both[0], candidate_source=both[1])
     line = line or _source_there(score, named)
     codes = [parts_of_source(one or "")[1] for one in (line, named.source)]
-    if line and own and divergence.node in known and named.source and codes[0] != codes[1]:
+    if line and line != added and own and divergence.node in known and named.source and codes[0] != codes[1]:
         line = None if is_beside(program, own, known, divergence, line) else line
     return dataclasses.replace(named, candidate_source=line)
 

@@ -42,7 +42,7 @@ def extra_op(question: Question) -> Iterator[Hypothesis]:
                 label = question.label(node)
                 text = f"{op_name(theirs)} of {label} in the candidate, none in the baseline"
                 text = f"{label} is multiplied by 0" if traits_of(theirs).kind == "factor" else text
-                yield Hypothesis(kind, text, {node: edit})
+                yield Hypothesis(kind, text, {node: edit}, values=(None, op_name(theirs)))
 
 
 def moved_op(question: Question) -> Iterator[Hypothesis]:
