@@ -70,6 +70,15 @@ def test_arguments_of_a_function_of_ours_are_told_by_name() -> None:
     assert difference(ours, theirs) == "eps: 1e-05 in the baseline, 0.01 in the candidate"
 
 
+def test_a_default_that_is_spelled_out_is_no_difference() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    given: tuple[tuple[Any, ...], ...] = ((x, [2, 0]), (x, [2, 0], "constant"), (x, [2, 0], "circular"))
+    one, same, other = (graph.call_function(torch.ops.aten.pad.default, args) for args in given)
+    assert difference(one, same) is None
+    assert difference(one, other) == "mode: constant in the baseline, circular in the candidate"
+
+
 class Shares(nn.Module):
     def __init__(self, *, axis: int = -1, is_named: bool = False, only_one: bool = False) -> None:
         super().__init__()

@@ -179,10 +179,12 @@ def difference(ours: Node, theirs: Node) -> str | None:
     if ours.target != theirs.target:
         return f"op: {ours.target} in the baseline, {theirs.target} in the candidate"
     names = argument_names(ours.target)
+    schema = getattr(ours.target, "_schema", None)
+    defaults = {one.name: _literal(one.default_value) for one in schema.arguments} if schema else {}
 
     def bound(node: Node) -> dict[str, Any]:
         positional = {names[i] if i < len(names) else str(i): _literal(a) for i, a in enumerate(node.args)}
-        return positional | {key: _literal(value) for key, value in node.kwargs.items()}
+        return defaults | positional | {key: _literal(value) for key, value in node.kwargs.items()}
 
     a, b = bound(ours), bound(theirs)
     differing = [key for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)]
@@ -206,11 +208,11 @@ def argument_names(target: Any) -> list[str]:
 
 
 def _shown(arguments: dict[str, Any], name: str) -> str:
-    text = str(arguments.get(name, "default"))
+    text = str(arguments.get(name))
     try:
         return f"{float(text):.6g}"
     except ValueError:
-        return text
+        return "default" if text in ("None", "[]") else text
 
 
 def paired_results(baseline: Program, candidate: Program) -> dict[str, str]:

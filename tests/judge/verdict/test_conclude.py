@@ -10,8 +10,9 @@ from glassengine.errors import IncomparableError
 from glassengine.judge.end_to_end import Severity
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.protocol import Guarantee, Place
-from glassengine.judge.verdict.conclude import main_of
+from glassengine.judge.verdict.conclude import joined, main_of
 from glassengine.judge.verdict.score import Score
+from glassengine.results import Divergence, Hint
 from tests.judge.hand_made import OPS, Edit, Numbers, chain, concluded, scored
 
 AT_RESULTS, EVERY_OP = Guarantee.RESULTS_AND_CACHES, Guarantee.EVERY_OP
@@ -126,3 +127,31 @@ def test_a_release_engine_alone_is_a_small_share() -> None:
 def test_comparing_nothing_is_an_error() -> None:
     with pytest.raises(IncomparableError, match="nothing was compared"):
         concluded(chain(), scored(chain(), [side(Place.CANDIDATE, {}, ())]))
+
+
+@pytest.mark.parametrize(
+    ("texts", "wanted"),
+    [
+        (("mean instead of sum, in 2 places", "mean instead of sum"), "mean instead of sum, in 2 places"),
+        (("mean instead of sum", "relu instead of gelu"), "mean instead of sum; and relu instead of gelu"),
+    ],
+)
+def test_a_mistake_of_several_ops_of_a_line_is_told_once(texts: tuple[str, str], wanted: str) -> None:
+    found = [
+        Divergence(
+            None,
+            0,
+            site,
+            None,
+            site,
+            "net.py:3: y",
+            "wrong",
+            9.0,
+            None,
+            None,
+            None,
+            (Hint("scale", text, 1.0, proven=True),),
+        )
+        for site, text in zip(("m/div.0", "m/sum.0"), texts, strict=True)
+    ]
+    assert joined(found)[0].hints[0].text == wanted

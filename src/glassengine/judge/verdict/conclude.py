@@ -58,6 +58,8 @@ from glassengine.sites import Site
 
 _LABEL = re.compile(r"\S+\.\d+")
 """What a hint calls one tensor, in one pass of a loop."""
+_PLACES = ", in "
+"""What the number of places follows in a hint; a mistake is told once."""
 _MOST_ALIKE = 4
 """Layers that are asked whether they are written like the wrong one."""
 _EXPLAINS = 0.8
@@ -109,7 +111,7 @@ def findings_of(
         found = sorted(soft.divergences[score.side.level], key=lambda d: (d.step, order[d.node or ""]))
         found = [_with_observer_effect(divergence, verdicts) for divergence in found]
         found = [_with_ops_left_out(score, program, divergence) for divergence in found]
-        found = _joined([with_lines(as_written(score, program, divergence)) for divergence in found])
+        found = joined([with_lines(as_written(score, program, divergence)) for divergence in found])
         origins += found
         levels.append(_level(score, program, found, severity.get(score.side.level), verdicts[score.side.level]))
     origins = grouped(with_proofs(origins, program), program)
@@ -206,7 +208,7 @@ def _folded(score: Score, program: Program) -> set[str]:
     }
 
 
-def _joined(found: Sequence[Divergence]) -> list[Divergence]:
+def joined(found: Sequence[Divergence]) -> list[Divergence]:
     """Return the divergences of a side; the first says what is wrong in its line: what most passes of it show.
 
     What is proven of one op is not the mistake where other ops of its line are wrong as well.
@@ -222,10 +224,12 @@ def _joined(found: Sequence[Divergence]) -> list[Divergence]:
         module, _, op = one.site.rpartition("/")
         if one.hints and (one.step, one.source, module) == own:
             alike.setdefault(op.partition(".")[0], []).append(one.hints[0])
-    said = []
+    told: dict[str, Hint] = {}
     for hints in alike.values():
         kinds = Counter(_LABEL.sub("", hint.text) for hint in hints)
-        said.append(next(hint for hint in hints if _LABEL.sub("", hint.text) == kinds.most_common(1)[0][0]))
+        most = next(hint for hint in hints if _LABEL.sub("", hint.text) == kinds.most_common(1)[0][0])
+        told.setdefault(most.text.partition(_PLACES)[0], most)
+    said = [*told.values()]
     if said == [first.hints[0]]:
         return list(found)
     if len(said) > 1:

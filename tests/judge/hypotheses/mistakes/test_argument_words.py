@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,3 +100,22 @@ def test_steps_of_a_grid_and_one_op_for_several(mistake: str, kind: str, tmp_pat
     first = check(Waves(), candidate=Waves(mistake), inputs=str(tmp_path / "x.pt")).first_divergence
     assert first is not None and first.hints, mistake
     assert first.hints[0].kind == kind and first.hints[0].proven, first.hints[0]
+
+
+class Behind(nn.Module):
+    """A convolution over what is padded on one side."""
+
+    def __init__(self, *pad: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.pad = nn.Conv1d(8, 8, 3), pad
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(nn.functional.pad(x, *self.pad)).tanh()
+
+
+def test_an_argument_that_changes_nothing_is_not_told() -> None:
+    models = Behind((2, 0), "constant", 0), Behind((1, 1))
+    first = check(models[0].eval(), candidate=models[1].eval(), inputs={"x": torch.randn(2, 8, 9)}).first_divergence
+    assert first is not None and first.hints[0].proven
+    assert first.hints[0].text == "pad of pad: [2, 0] in the baseline, [1, 1] in the candidate"

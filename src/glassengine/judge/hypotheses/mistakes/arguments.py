@@ -79,7 +79,19 @@ def _differing(question: Question) -> Iterator[tuple[Node, list[tuple[Literal, A
             if literal.place in ours and not is_as_theirs(ours[literal.place], literal, ranks) and _is_asked(literal)
         ]
         if differing:
-            yield node, differing
+            yield node, _that_count(question, node, differing)
+
+
+def _that_count(question: Question, node: Node, differing: list[tuple[Literal, Any]]) -> list[tuple[Literal, Any]]:
+    """Return the arguments that change the result beside the others: a pad by zero is one without a value."""
+
+    def made(but: object = None) -> torch.Tensor | None:
+        return question.trial.changed({node: becoming([one for one in differing if one is not but])})
+
+    of_all = made() if len(differing) > 1 else None
+    if of_all is None:
+        return differing
+    return [one for one in differing if (rest := made(one)) is None or not torch.equal(rest, of_all)] or differing
 
 
 def _in_its_place(question: Question, node: Node) -> Node | None:
