@@ -377,16 +377,28 @@ def test_json_is_one_strict_document(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert written == {"schema_version": 1, "x": "nan", "y": ["-inf"]}
 
 
-def test_what_a_model_prints_stands_beside_the_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "printing.py").write_text(
-        "import torch\n\n\nclass Printing(torch.nn.Module):\n    def forward(self, x):\n"
-        "        print('from the model')\n        return x.tanh()\n\n\ndef x():\n    return {'x': torch.ones(2)}\n"
-    )
-    status = cli.main(
-        ["sites", f"{tmp_path / 'printing.py'}:Printing", "--inputs", f"{tmp_path / 'printing.py'}:x", "--json"]
-    )
+PRINTING = """
+import torch
+
+class Printing(torch.nn.Module):
+    def forward(self, x):
+        print('from the model')
+        return x.tanh()
+
+def given():
+    return {'x': torch.ones(2)}
+"""
+
+
+def test_what_a_model_prints_stands_beside_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "printing.py").write_text(PRINTING)
+    model, inputs = f"{tmp_path / 'printing.py'}:Printing", ["--inputs", f"{tmp_path / 'printing.py'}:given"]
+    status = cli.main(["sites", model, *inputs, "--json"])
     out, err = capsys.readouterr()
     assert status == 0 and json.loads(out)["schema_version"] == 1 and "from the model" in err, (out, err)
+    status = cli.main(["check", model, model, *inputs])
+    out, err = capsys.readouterr()
+    assert status == 0 and out.startswith("ok: ") and "from the model" in err, (out, err)
 
 
 def test_s11_s14_json_of_any_text_is_written_and_shown_safely(

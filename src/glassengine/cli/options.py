@@ -190,6 +190,8 @@ def progress(description: str, total: int | None = None) -> Iterator[Callable[[i
 def stages(shares: Sequence[tuple[Work, float]]) -> Iterator[Callable[[Event], None]]:
     """Say on stderr which stage of long work has begun: a bar with the time left for a person, a line each for a log.
 
+    What a model or a script prints meanwhile goes to stderr as well: stdout begins with the answer.
+
     Args:
         shares: Of the stages; see `bars.Estimate`.
 
@@ -203,7 +205,7 @@ def stages(shares: Sequence[tuple[Work, float]]) -> Iterator[Callable[[Event], N
     else:
         shown = nullcontext(silent) if settings.quiet else _lines()
     last: list[Event] = []
-    with shown as begin:
+    with shown as begin, redirect_stdout(sys.stderr):
 
         def tell(event: Event) -> None:
             if event.work is not Work.FIRST_ANSWER:

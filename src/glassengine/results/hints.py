@@ -36,8 +36,7 @@ class Altered(Result):
         operands: Tensors that are read as others, by the names of their weights or sites.
         argument: Name of the literal argument; None where none is changed.
         baseline: Its value in the baseline.
-        candidate: The value that makes what the candidate made; without an argument, the op that only the
-            candidate has.
+        candidate: The value that makes what the candidate made; without an argument, the op that it alone has.
         axis: Of the tensor that is in another order, or summed along another axis.
         origin: What the candidate's number is: "1 / sqrt(64)", "log2(e)".
         exchanged: Places of two arguments of the op that have changed places.

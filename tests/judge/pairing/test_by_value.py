@@ -401,3 +401,27 @@ def test_a_mask_that_is_turned_is_named_where_it_is_compared(seen: Any, size: fl
     first = check(models[0], candidate=models[1], inputs={"input": torch.randn(4, 6, 8)}).first_divergence
     assert first is not None and first.site == "0/le.0", first
     assert first.hints[0].text == f"{seen.__name__} instead of le"
+
+
+class Twice(nn.Module):
+    """A layer that makes a product, which the candidate makes twice, once for nothing."""
+
+    def __init__(self, *, is_ported: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.is_ported = nn.Linear(8, 8), nn.Linear(16, 8), is_ported
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_ported:
+            self.second(torch.cat([self.first(x), x], -1))
+        y = self.second(torch.cat([self.first(x), x], -1))
+        return x + (y * 1.5 if self.is_ported else y).tanh()
+
+
+def test_an_op_that_is_done_once_more_for_nothing_is_no_counterpart() -> None:
+    models = []
+    for is_ported in (False, True):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(*(Twice(is_ported=is_ported) for _ in range(3))).eval())
+    first = check(models[0], candidate=models[1], inputs={"input": torch.randn(2, 7, 8)}).first_divergence
+    assert first is not None and first.hints[0].proven, first
+    assert first.hints[0].text == "second/linear.0 in the baseline, second/linear.0 * 1.5 in the candidate"

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from glassengine.capture.observers import run_program
 from glassengine.judge.cases import Case, StepInputs, by_name, empty_caches
+from glassengine.judge.exclusions.perturbation import unread_nodes
 from glassengine.numerics.arrangements import Arrangement, Size, arrangements
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.mask_values import HIDDEN, sentinel
@@ -148,7 +150,7 @@ class CandidateTensors:
         steps: What it was given and made.
 
     Attributes:
-        nodes: Name -> node that makes a tensor in every step.
+        nodes: Name -> node that makes a tensor in every step; of equal ops none that no result needs.
         order: Name -> place in the graph, of every node.
         ancestors: Name -> the node itself and what it is made of, as the bits of their places.
         all_nodes: Name -> node.
@@ -162,7 +164,8 @@ class CandidateTensors:
         self._steps = steps
         self._num_unpadded = sum(step.real is None for step in steps)
         everywhere = [node for node in program.graph.nodes if all(node.name in step.values for step in steps)]
-        self.nodes: dict[str, Node] = {node.name: node for node in everywhere if is_tensor_node(node)}
+        twins = _dead_twins(program)
+        self.nodes: dict[str, Node] = {n.name: n for n in everywhere if is_tensor_node(n) and n.name not in twins}
         self.all_nodes: dict[str, Node] = {node.name: node for node in program.graph.nodes}
         self.inputs = {port.name: self.all_nodes[port.node] for port in program.inputs}
         self.order = {node.name: place for place, node in enumerate(program.graph.nodes)}
@@ -316,6 +319,19 @@ def is_telling(values: Values, *, is_turned: bool = False) -> bool:
     tensors = (value for value in values if isinstance(value, torch.Tensor) and value.numel() > 1)
     others = (value[value != value.flatten()[0]] for value in tensors)
     return any(not is_turned or bool((other != other[0]).any()) for other in others if other.numel())
+
+
+def _dead_twins(program: Program) -> set[str]:
+    """Return the ops that no result needs, and that another op does once more to the same tensors for a result."""
+    numbers: dict[str, int] = {}
+    number: dict[Node, int] = {}
+    for node in program.graph.nodes:
+        read = map_arg((node.args, node.kwargs), lambda source: f"%{number[source]}")
+        key = f"{node.target} {read}" if node.op == "call_function" else node.name
+        number[node] = numbers.setdefault(key, len(numbers))
+    unread = unread_nodes(program)
+    live = {number[node] for node in program.graph.nodes if node.name not in unread}
+    return {node.name for node in program.graph.nodes if node.name in unread and number[node] in live}
 
 
 def _hows(theirs: tuple[Any, ...], shapes: tuple[Any, ...]) -> list[Arrangement | None]:

@@ -59,7 +59,7 @@ from glassengine.sites import Site
 _LABEL = re.compile(r"\S+\.\d+")
 """What a hint calls one tensor, in one pass of a loop."""
 _PLACES = ", in "
-"""What the number of places follows in a hint; a mistake is told once."""
+"""Where a hint goes on with the number of places."""
 _MOST_ALIKE = 4
 """Layers that are asked whether they are written like the wrong one."""
 _EXPLAINS = 0.8
