@@ -402,7 +402,7 @@ def done_later(node: Node, there: Node, counterparts: Mapping[str, str]) -> Node
 
 
 def done_earlier(node: Node, there: Node, counterparts: Mapping[str, str]) -> Node | None:
-    """Return the candidate's op above `there`, the counterpart of `node`, that does the same to what `node` reads later."""
+    """Return the candidate's op above `there`, the counterpart of `node`, that does the same earlier in the stream."""
     own = {source: _name_there(source, counterparts) for source in node.all_input_nodes}
     for op in _unpaired(node, up(there, _SOON), counterparts) if there.target is not node.target else ():
         sources = {source.name for source in op.all_input_nodes}
