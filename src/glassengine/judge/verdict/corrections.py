@@ -115,6 +115,9 @@ def is_beside(
     """Whether a line stands in both sides, and makes or reads a tensor that lacks what a mistake is about."""
     own, there = baseline.node(divergence.node or ""), program.node(counterparts[divergence.node or ""])
     is_of_source = there.name in {counterparts.get(source.name) for source in own.all_input_nodes}
+    change = divergence.hints[0].change if divergence.hints else None
+    if change is not None and own.target is there.target and [*map(_end, change.ops)] == [_end(divergence.site)]:
+        return False  # both have the op that is another
     is_near = passes_on(there) or is_of_source or code_of_line(source_line(own)) == code_of_line(line)
     return is_near and is_of_both(baseline, line)
 
@@ -197,6 +200,10 @@ def _changed(baseline: Program, program: Program, node: Node) -> str | None:
     return best if code not in theirs.values() and best is not None and ratios[best] >= ALIKE else None
 
 
+def _end(site: str) -> str:
+    return site.rpartition("/")[2]
+
+
 def _lines(program: Program, module: str) -> dict[str | None, str]:
     """Return the lines of the ops of a program, or of those of one module: "file:line: code" -> code."""
     ops = (site for site in program.sites if site.kind == "op" and site.name.startswith(f"{module}/" if module else ""))
@@ -256,7 +263,7 @@ def with_lines(divergence: Divergence) -> Divergence:
         if not hint.proven or hint.change is None:
             return hint
         # The line is that of the op that was flagged: of another op of its region, a call in it is not the one.
-        own = [op.rpartition("/")[2] for op in hint.change.ops] == [divergence.site.rpartition("/")[2]]
+        own = [*map(_end, hint.change.ops)] == [_end(divergence.site)]
         line = corrected(source[2], hint.change, is_own=own)
         return hint if line is None else replace(hint, line=line)
 
