@@ -177,8 +177,9 @@ def cut_off(question: Question) -> Iterator[Hypothesis]:
         beyond = (right - made).abs() > _APART * question.noise * made.abs()
         below, above = right[beyond & (right < made)], right[beyond & (right > made)]
         # One number is the fill of a mask, which nothing cuts off.
-        is_fill = len(torch.cat([below, above]).unique()) < 2
-        if is_fill or (least is not None and not len(below)) or (most is not None and not len(above)):
+        outside = torch.cat([below, above])
+        is_one_number = not len(outside) or bool(outside.min() == outside.max())
+        if is_one_number or (least is not None and not len(below)) or (most is not None and not len(above)):
             continue
         ends = (("below", least), ("above", most))
         said = " and ".join(f"{word} {value:.6g}" for word, value in ends if value is not None)
@@ -194,13 +195,14 @@ def filled(question: Question) -> Iterator[Hypothesis]:
         return
     least = right.min()
     hidden = right == least
-    found = actual[hidden].unique()
-    if int(hidden.sum()) < 2 or bool(hidden.all()) or len(found) != 1 or float(found) == float(least):
+    if int(hidden.sum()) < 2 or bool(hidden.all()):
+        return
+    found = actual[hidden].max()
+    if bool(found == least) or bool(found != actual[hidden].min()):
         return
     text = f"what the mask hides is {float(found):.6g} in the candidate, {float(least):.6g} in the baseline"
-    yield Hypothesis(
-        "mask", text, {end: right.masked_fill(hidden, float(found))}, "value", (float(least), float(found))
-    )
+    changed = {end: right.masked_fill(hidden, float(found))}
+    yield Hypothesis("mask", text, changed, "value", (float(least), float(found)))
 
 
 def dropped(question: Question) -> Iterator[Hypothesis]:
