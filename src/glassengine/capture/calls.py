@@ -9,11 +9,13 @@ are recorded once, by the first call; where that ran without a graph, only the s
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -178,14 +180,6 @@ def is_computed_later(tensor: Tensor) -> TypeGuard[LazyTensorLike]:
     return type(tensor) is not Tensor and hasattr(type(tensor), "promised")
 
 
-def values_now(tensor: LazyTensorLike, why: str) -> Tensor | None:
-    """Return the values of such a tensor; all promised values is computed for it where need be."""
-    promise = tensor.promised("", lambda: None)
-    if promise.data is None:
-        tensor.keep_promises(why)
-    return promise.data
-
-
 def first_argument(root: nn.Module) -> str | None:
     """Return the name of the first argument of a model's forward, where it has one."""
     try:
@@ -205,7 +199,10 @@ def token_ids(args: Any, kwargs: Any, first: str | None) -> list[list[int]]:
     if not isinstance(ids, Tensor) or ids.is_floating_point():
         return []
     if is_computed_later(ids):
-        ids = values_now(ids, "the token ids of a recording")
+        promise = ids.promised("", lambda: None)
+        if promise.data is None:
+            ids.keep_promises("the token ids of a recording")
+        ids = promise.data
     if type(ids) is not Tensor:
         return []
     if ids.dim() == 1 and _is_one_row(ids, kwargs.get("positions", args[1] if len(args) > 1 else None)):
@@ -237,10 +234,7 @@ def generation_facts() -> dict[str, Any]:
     facts: dict[str, Any] = {}
     if f"{_GENERATION}utils" not in sys.modules:
         return facts
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_MOST_FRAMES):
-        if frame is None:
-            break
+    for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(1)), _MOST_FRAMES):
         module = str(frame.f_globals.get("__name__"))
         if module.startswith(_GENERATION) and "sampling" not in facts:
             config = frame.f_locals.get("generation_config")
@@ -251,7 +245,6 @@ def generation_facts() -> dict[str, Any]:
             facts |= {"sampling": known} if known else {}
         if module.startswith(_PIPELINES) and isinstance(text := frame.f_locals.get("prompt_text"), str):
             facts["prompt"] = text[:_MOST_CHARACTERS]
-        frame = frame.f_back
     return facts
 
 
@@ -378,16 +371,11 @@ def is_shape_inference_call(root: nn.Module, args: Any, kwargs: Any) -> bool:
         return False
     if given and all(_has_no_values(tensor) for tensor in given):
         return not any(_has_no_values(parameter) for parameter in root.parameters())
-    return _PIPELINING in sys.modules and _infers_shapes(sys._getframe(1))
+    return _PIPELINING in sys.modules and any(
+        "inference" in frame.f_code.co_name and frame.f_globals.get("__name__", "").startswith(_PIPELINING)
+        for frame, _ in traceback.walk_stack(sys._getframe(1))
+    )
 
 
 def _has_no_values(tensor: Tensor) -> bool:
     return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
-
-
-def _infers_shapes(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if "inference" in frame.f_code.co_name and frame.f_globals.get("__name__", "").startswith(_PIPELINING):
-            return True
-        frame = frame.f_back
-    return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, MethodType, NoneType
 from typing import Any, TypeGuard
@@ -34,12 +35,7 @@ def is_interruption(error: BaseException) -> bool:
     if isinstance(error, RecursionError):
         return False  # nor is there room to look
     handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
-    trace = error.__traceback__ if handlers else None
-    while trace is not None:
-        if trace.tb_frame.f_code in handlers:
-            return True
-        trace = trace.tb_next
-    return False
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__ if handlers else None))
 
 
 def _code(handler: object) -> object:

@@ -90,12 +90,12 @@ def run_recorded(
                 raise  # what the script has forked ends as it would without us
             status = _status(ending)
         except Exception as error:
-            if not _is_of_script(error, file):
-                raise
             # As Python itself would, without the frames that are ours.
             trace = error.__traceback__
             while trace is not None and trace.tb_frame.f_code.co_filename != file:
                 trace = trace.tb_next
+            if trace is None and not isinstance(error, SyntaxError):
+                raise
             traceback.print_exception(type(error), error, trace)
             status = 1
     recordings = tuple(map(str, [*recorder.recordings, *spawned.recordings]))
@@ -155,15 +155,6 @@ def _status(ending: SystemExit) -> int:
         return ending.code or 0
     sys.stderr.write(f"{ending.code}\n")
     return 1
-
-
-def _is_of_script(error: BaseException, script: str) -> bool:
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == script:
-            return True
-        trace = trace.tb_next
-    return isinstance(error, SyntaxError)
 
 
 _POLL = 0.05  # seconds

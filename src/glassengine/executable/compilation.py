@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import linecache
 import logging
 import re
 import sys
 import sysconfig
 import threading
+import traceback
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -86,7 +88,7 @@ def note_compilation(
     name: str, graph: CapturedGraph | None, occasion: Occasion, elapsed_ns: int, *, from_cache: bool = False
 ) -> None:
     """Take down a compilation, count it and say why it was made."""
-    frames = tuple(_user_frames())
+    frames = tuple(itertools.islice(_user_frames(), _NUM_FRAMES))
     with _lock:
         about: dict[str, Any] = {}
         nearest = None
@@ -145,16 +147,12 @@ def _cause(occasion: Occasion, nearest: _Earlier | None) -> Cause:
 
 def _user_frames() -> Iterator[str]:
     """Yield the innermost frames outside of torch, this package and other installed packages."""
-    frame = sys._getframe()
-    found = 0
-    while frame.f_back is not None and found < _NUM_FRAMES:
-        frame = frame.f_back
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
         file = frame.f_code.co_filename
         if file.startswith(_SKIPPED):
             continue
-        found += 1
-        code = linecache.getline(file, frame.f_lineno).strip()
-        yield f"{file}:{frame.f_lineno} in {frame.f_code.co_name}" + (f": {code}" if code else "")
+        code = linecache.getline(file, line).strip()
+        yield f"{file}:{line} in {frame.f_code.co_name}" + (f": {code}" if code else "")
 
 
 def _show_lines() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -143,9 +144,7 @@ def _path_of_call() -> str:
     """
     root: torch.nn.Module | None = None
     called: torch.nn.Module | None = None
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         if frame.f_code is torch.nn.Module._call_impl.__code__:
             module = frame.f_locals["self"]
             if isinstance(module, OptimizedModule):
@@ -319,9 +318,7 @@ def _label(names: Names) -> str:
 def _called_module(names: Names) -> str | None:
     """Return the class of the module whose call is being compiled; None where that is not a call of a module."""
     owned = [source.name for source in names.sources if source.kind in ("parameter", "buffer")]
-    frame = sys._getframe()
-    while owned and frame.f_back is not None:
-        frame = frame.f_back
+    for frame, _ in traceback.walk_stack(sys._getframe(1)) if owned else ():
         if frame.f_code is torch.nn.Module._call_impl.__code__:
             module = frame.f_locals["self"]
             tensors = {name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -178,12 +179,10 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 def _line() -> str | None:
     """Return file and line of the first caller that is neither torch's nor ours."""
-    frame = sys._getframe(2)
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._getframe(2)):
         path = frame.f_code.co_filename
         if not any(part in path for part in _OF_LIBRARIES) and not path.startswith("<"):
-            return f"{_short(path)}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+            return f"{_short(path)}:{line}"
     return None
 
 

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import CO_OPTIMIZED
 from pathlib import Path
@@ -41,11 +42,9 @@ NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "
 
 def user_line() -> str:
     """Return "file:line" of the innermost code outside of torch and of this package; "" where there is none."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
         if not frame.f_code.co_filename.startswith(NOT_USERS):
-            return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
+            return f"{os.path.relpath(frame.f_code.co_filename)}:{line}"
     return ""
 
 
@@ -53,9 +52,7 @@ def names_of(made_by: Pending) -> dict[int, tuple[str, str]]:
     """Return the names of parameters and buffers among the leaves, as the modules of the user's code call them."""
     wanted = {id(value) for value in made_by.leaves}
     names: dict[int, tuple[str, str]] = {}
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         if frame.f_code.co_filename.startswith(NOT_USERS):
             continue
         for variable, module in _variables(frame):

@@ -14,9 +14,9 @@ import logging as stdlib_logging
 import re
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -193,7 +193,7 @@ def source_of(error: BaseException, *, installed: bool = True) -> str | None:
     """
     if isinstance(error, SyntaxError) and error.filename and not _is_library(error.filename):
         return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
-    frames = [place for place in _frames(error) if not _is_library(place[0].f_code.co_filename)]
+    frames = [place for place in traceback.walk_tb(error.__traceback__) if not _is_library(place[0].f_code.co_filename)]
     own = [place for place in frames if _INSTALLED not in place[0].f_code.co_filename]
     known = own or (frames if installed else [])
     if not known:
@@ -211,7 +211,7 @@ def raised_in(error: BaseException, module: nn.Module) -> str | None:
     """
     paths = {id(child): path for path, child in module.named_modules()}
     found = None
-    for frame, _ in _frames(error):
+    for frame, _ in traceback.walk_tb(error.__traceback__):
         own = id(frame.f_locals.get("self"))
         if own in paths:
             found = paths[own]
@@ -251,13 +251,6 @@ def raised_by(whose: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise UsageError(f"{whose} raised", got=described(error), hint="run with -v") from error
-
-
-def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace.tb_frame, trace.tb_lineno
-        trace = trace.tb_next
 
 
 def _is_library(file: str) -> bool:
