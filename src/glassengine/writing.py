@@ -31,6 +31,15 @@ try:
 except ImportError:  # where it was not installed along; the values are the same
     from zlib import crc32 as crc32
 
+try:
+    from zlib_ng.zlib_ng import crc32_combine
+except ImportError:  # nor do old versions have it
+
+    def crc32_combine(one: int, other: int, num_bytes: int, /) -> int:
+        """Return the CRC-32 of `one`'s bytes and then `num_bytes` bytes, whose CRC-32 is `other`."""
+        return crc32(bytes(num_bytes), one) ^ crc32(bytes(num_bytes)) ^ other
+
+
 with contextlib.suppress(ImportError):  # Windows has none
     import fcntl
 
@@ -352,38 +361,11 @@ def crc32_of_small(data: memoryview, value: int = 0) -> int:
 
 
 def crc32_joined(parts: Iterable[tuple[int, int]]) -> int:
-    """Return the CRC-32 of bytes, of whose consecutive parts the CRC-32 and the number of bytes are given.
-
-    Zeros behind a message multiply it by a power of x, modulo the polynomial of the checksum; what is initial and final
-    in CRC-32 cancels out.
-    """
+    """Return the CRC-32 of bytes, of whose consecutive parts the CRC-32 and the number of bytes are given."""
     joined = 0
     for checksum, num_bytes in parts:
-        joined = _times(_power_of_x(8 * num_bytes), joined) ^ checksum
+        joined = crc32_combine(joined, checksum, num_bytes)
     return joined
-
-
-_POLYNOMIAL = 0xEDB88320  # the least significant bit is that of the largest power
-
-
-def _times(a: int, b: int) -> int:
-    product, bit = 0, 1 << 31
-    while bit:
-        if a & bit:
-            product ^= b
-        bit >>= 1
-        b = (b >> 1) ^ (_POLYNOMIAL if b & 1 else 0)
-    return product
-
-
-def _power_of_x(exponent: int) -> int:
-    result, square = 1 << 31, 1 << 30
-    while exponent:
-        if exponent & 1:
-            result = _times(square, result)
-        square = _times(square, square)
-        exponent >>= 1
-    return result
 
 
 def document_checksum(content: Mapping[str, Any]) -> str:
