@@ -257,7 +257,7 @@ class Watcher:
             column, item = entry
             places.append(column.number or 0)
             found.append(min(item.norm, 3e38))
-            kinds.append(_state(item))
+            kinds.append(NONFINITE if item.num_nonfinite else UNMEASURED if math.isnan(item.norm) else MEASURED)
             if kinds[-1] == NONFINITE:
                 norm = item.norm if math.isfinite(item.norm) else 0.0
                 nonfinite.append((places[-1], item.num_nonfinite, norm))
@@ -322,12 +322,6 @@ class Watcher:
             elif not self._writer.measure(column.site, step, values, rank=self._rank, reason=reason):
                 item.lost = reason
                 self._writer.leave_out(note_of(column, item, step, self._rank))
-
-
-def _state(item: StepItem) -> int:
-    if item.num_nonfinite:
-        return NONFINITE
-    return UNMEASURED if math.isnan(item.norm) else MEASURED
 
 
 def watcher_of(

@@ -371,7 +371,8 @@ class JournalReplay:
                 pieces = [next(rows) for _ in range(min(row.extra, len(step.rows)))]
                 if sum(piece.extra for piece in pieces) != description.nbytes:
                     raise ValueError(f"a piece of {description.site!r} is missing")
-                self._writer.store(description, step.number, row.rank, self._pieces(pieces), None)
+                data = (memoryview(self._bytes(one.position, one.extra, is_piece=True)) for one in pieces)
+                self._writer.store(description, step.number, row.rank, data, None)
             elif row.kind == journal.LEFT_OUT:
                 self._leave_out(left_out_from(decoded(row.text[8:])), step.number)
             elif row.kind == journal.TOKENS:
@@ -436,10 +437,6 @@ class JournalReplay:
         if item.step != step:
             raise ValueError("a tensor of another step")
         self._writer.leave_out(item)
-
-    def _pieces(self, rows: Sequence[JournalRow]) -> Iterator[memoryview]:
-        for row in rows:
-            yield memoryview(self._bytes(row.position, row.extra, is_piece=True))
 
     def _bytes(self, position: int, num_bytes: int, *, is_piece: bool = False) -> bytes | bytearray:
         """Return bytes from the ring, or from where they have been moved to."""

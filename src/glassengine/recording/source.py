@@ -31,10 +31,10 @@ from glassengine.recording.formats.folders import (
 )
 from glassengine.recording.formats.json_files import (
     JsonFile,
+    ProbeDump,
     RunResults,
     is_probe_dump,
     is_run_results,
-    open_probe_dump,
     open_probe_dumps,
 )
 from glassengine.recording.layout.entries import Entries, LeftOuts, Mapped
@@ -95,14 +95,6 @@ class SourceFormat:
     suffixes: tuple[str, ...] = ()
 
 
-def _step_files(path: Path) -> StepFolder | None:
-    return StepFolder(path) if holds_step_files(path) else None
-
-
-def _arrays(path: Path) -> NpyFolder | None:
-    return NpyFolder(path) if holds_arrays(path) else None
-
-
 def _json(path: Path) -> TensorSource | None:
     # Parsed once for the three: such a file may have gigabytes.
     file = JsonFile(path)
@@ -110,7 +102,7 @@ def _json(path: Path) -> TensorSource | None:
         return open_tree(file)
     if is_run_results(file.document):
         return RunResults(file)
-    return open_probe_dump(file) if is_probe_dump(file.document) else None
+    return ProbeDump(file.path, [(file, 0, 0)]) if is_probe_dump(file.document) else None
 
 
 _JSON = "a call tree of transformers (_FULL_TENSORS.json), RunResults of Polygraphy or a dump.json of msprobe"
@@ -120,8 +112,8 @@ FORMATS: tuple[SourceFormat, ...] = (
     SourceFormat("a dump of SGLang", open_dumped),
     SourceFormat("forwards of SGLang (TP0_PP0_Rank0_pid1/Pass00000.pt)", open_passes),
     SourceFormat("a folder of the plug-in in vLLM", open_server_folder),
-    SourceFormat("step files (step0.pt, ...)", _step_files),
-    SourceFormat("arrays (<name>-step0.npy, ...)", _arrays),
+    SourceFormat("step files (step0.pt, ...)", lambda path: StepFolder(path) if holds_step_files(path) else None),
+    SourceFormat("arrays (<name>-step0.npy, ...)", lambda path: NpyFolder(path) if holds_arrays(path) else None),
     SourceFormat("a dumped file of SGLang", open_dumped, (".pt",)),
     *(SourceFormat(suffix, kind, (suffix,)) for suffix, kind in KINDS.items()),
     SourceFormat(_JSON, _json, (".json",)),

@@ -99,9 +99,7 @@ class EngineRecorder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         self.end(None if error is None else type(error).__name__)
 
     def end(self, failed: str | None) -> None:

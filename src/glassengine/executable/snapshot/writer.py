@@ -209,7 +209,11 @@ class SnapshotWriter:
             "output_names": list(known),
             "outputs": outputs,
             "rng": {entry.name: entry.to_dict() for entry in rng},
-            "settings": _settings(),
+            "settings": {
+                "num_threads": torch.get_num_threads(),
+                "float32_matmul_precision": torch.get_float32_matmul_precision(),
+                "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+            },
             "environment": _surroundings(self._redact),
         }
 
@@ -311,15 +315,6 @@ def _claim(partial: Path, wanted: Path) -> Path:
             if error.errno not in _TAKEN:
                 raise
         number += 1
-
-
-def _settings() -> dict[str, Any]:
-    """What changes results from one process to another, besides versions and processor."""
-    return {
-        "num_threads": torch.get_num_threads(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-    }
 
 
 def _surroundings(redact: bool) -> dict[str, Any]:

@@ -165,11 +165,6 @@ def is_probe_dump(document: Any) -> bool:
     return isinstance(document, dict) and isinstance(document.get("data"), dict) and "task" in document
 
 
-def open_probe_dump(file: JsonFile) -> ProbeDump:
-    """Open one `dump.json`, as step 0 and rank 0."""
-    return ProbeDump(file.path, [(file, 0, 0)])
-
-
 def open_probe_dumps(path: Path) -> ProbeDump | None:
     """Open the dumps of a directory and of its directories of steps and ranks; None when there are none."""
     found = sorted(_listing(path, {}, 0), key=lambda item: (item[1].get("step", 0), item[1].get("rank", 0), item[0]))

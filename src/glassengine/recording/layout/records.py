@@ -85,11 +85,6 @@ def block_frame(group: int, step: int, location: Location) -> bytes:
     return _fixed(BLOCK, group, step, location.offset, location.shard, location.checksum)
 
 
-def fixed_commit_frame(step: int, num_tensors: int, num_left_out: int) -> bytes:
-    """Return the frame that completes a step; less than `LARGEST` tensors may be without values."""
-    return _fixed(COMMIT, 0, step, num_tensors, num_left_out, 0)
-
-
 def token_frame(row: int, step: int, token: int) -> bytes:
     """Return the frame of the only token of a row in a step; its id is not negative and below 2**62."""
     return _fixed(TOKEN, row, step, token, 0, 0)
@@ -277,12 +272,6 @@ def text_frame(text: str) -> bytes:
 def framed(payload: bytes) -> bytes:
     """Return the bytes of one frame: length, checksum, payload."""
     return _FRAME.pack(len(payload), crc32(payload)) + payload
-
-
-def read_frame(file: BinaryIO) -> dict[str, Any] | None:
-    """Read the next frame; None at the end of the file."""
-    payload = read_payload(file)
-    return None if payload is None else decoded(payload)
 
 
 def read_payload(file: BinaryIO) -> bytes | None:
@@ -474,7 +463,7 @@ def measured_frame(group: int, step: int, reason: str, table: LightTable) -> byt
 def commit_frame(step: int, num_tensors: int, num_left_out: int, stopped: str | None) -> bytes:
     """Return the index frame that completes a step; `stopped` is what ended it before it was through."""
     if stopped is None and num_left_out < LARGEST:
-        return fixed_commit_frame(step, num_tensors, num_left_out)
+        return _fixed(COMMIT, 0, step, num_tensors, num_left_out, 0)
     return text_frame(
         f'{{"kind":"commit","step":{step},"num_tensors":{num_tensors},"num_left_out":{num_left_out},'
         f'"stopped":{_text_of(stopped)}}}'

@@ -36,7 +36,7 @@ from glassengine.reading.files import open_regular
 from glassengine.recording.layout import layout
 from glassengine.recording.layout.description import Description, Facts
 from glassengine.recording.layout.layout import STATISTICS, Entry, LightStatistics, LightTable, block_starts
-from glassengine.recording.layout.records import frame, read_frame
+from glassengine.recording.layout.records import decoded, frame, read_payload
 from glassengine.results import Summary
 from glassengine.writing import open_to_append, write_whole
 
@@ -471,7 +471,8 @@ class StatisticsCache:
             contextlib.suppress(ValueError, TypeError, CorruptError),
             open_regular(self._path, inside=self._path.parent) as file,
         ):
-            while file.tell() < _MAX_BYTES and (payload := read_frame(file)) is not None:
+            while file.tell() < _MAX_BYTES and (data := read_payload(file)) is not None:
+                payload = decoded(data)
                 shard, offset, checksum, dtype = payload.get("key") or [None] * 4
                 if "quantiles" in payload:
                     self._sketches[shard, offset, checksum, dtype] = _sketch(payload)

@@ -101,7 +101,12 @@ class Consumer:
                     self._flush()
                     num_bytes = 0
                 try:
-                    self._handle(item)
+                    if isinstance(item, Streamed):
+                        self._store_pieces(item)
+                    elif self.failure is None:
+                        self._put(item)
+                    elif isinstance(item, Copied):
+                        self._pinned.give_back(item.description.nbytes)
                 except Exception as error:
                     self._fail(error)
                 # A slot is given back when its bytes are in the file.
@@ -117,14 +122,6 @@ class Consumer:
                     if isinstance(item, Note):
                         self._unflushed.append(item)
             self._flush()
-
-    def _handle(self, item: Item) -> None:
-        if isinstance(item, Streamed):
-            self._store_pieces(item)
-        elif self.failure is None:
-            self._put(item)
-        elif isinstance(item, Copied):
-            self._pinned.give_back(item.description.nbytes)
 
     def _store_pieces(self, item: Streamed) -> None:
         pieces = self._pieces()

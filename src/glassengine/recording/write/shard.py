@@ -46,9 +46,10 @@ class Shard:
         self._is_sealed = False
         self._file = (directory / shard_name(number, sealed=False)).open("xb", buffering=0)
         try:
+            spaces = [_SPACES] * (self._room // len(_SPACES)) + [_SPACES[: self._room % len(_SPACES)]]
             # Written, not skipped: a disk that fills up later must still be able to take the header. Spaces: what the
             # header does not need of them stays.
-            write_all(self._file, [self._room.to_bytes(8, "little"), *_spaces(self._room)])
+            write_all(self._file, [self._room.to_bytes(8, "little"), *spaces])
         except OSError:
             with contextlib.suppress(OSError):
                 self._file.close()
@@ -170,10 +171,6 @@ class Shard:
     def _name(self, entry: str) -> None:
         self._entries.append(entry)
         self._used += len(entry) + 1
-
-
-def _spaces(count: int) -> list[bytes]:
-    return [_SPACES] * (count // len(_SPACES)) + [_SPACES[: count % len(_SPACES)]]
 
 
 SHARD_BYTES = 1 << 31
