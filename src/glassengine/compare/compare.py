@@ -32,7 +32,6 @@ from glassengine.compare.roundings import (
     PrecisionTable,
     beside_larger,
     not_judged,
-    rows_of_results,
 )
 from glassengine.compare.session import ComparisonOptions, ComparisonRequest, ComparisonSession, Map, Side, judge_block
 from glassengine.compare.verdicts import Judging, Verdicts, apply_cross_pair_rules
@@ -273,7 +272,7 @@ def _concluded(
         candidate_environment=environment_of(right),
         inside=verdict,
         inside_reason=f"{num_bad} of {len(pairs)} tensors {'is' if num_bad == 1 else 'are'} {policy.fail_on}{worse}",
-        over=over_budget(rows_of_results(drift), policy.min_snr),
+        over=over_budget([row for row in drift if row.kind == "result"] or drift[-1:], policy.min_snr),
         left=not_compared(pairs, lost, show_only if verdicts.stopped_at is None else ()),
         first_divergence=divergence,
         origins=() if divergence is None else (divergence,),

@@ -309,11 +309,6 @@ def by_drift(sums: DriftSums, *, num_elements: int, is_real: bool) -> Verdict:
     return "wrong" if num_elements >= _FEWEST_OF_SIGNAL and sums.noise > LOST * sums.signal else "suspicious"
 
 
-def rows_of_results(rows: Sequence[DriftRow]) -> Sequence[DriftRow]:
-    """Return the rows that a budget is for: the results; where none was recorded, the last row."""
-    return [row for row in rows if row.kind == "result"] or rows[-1:]
-
-
 _INPUT = ":in[0]"
 _BIAS, _WEIGHT, _TERMS = ".bias:param", ".weight:param", ":grad_out"
 # Of an element of a gradient: by so much of itself it is another one on the other side.

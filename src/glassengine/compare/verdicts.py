@@ -451,7 +451,8 @@ def _is_used(
             return True
         from glassengine.compare.ranks.assembly import EXPLAINED
 
-        errors = side.errors_of_expected(own[update])
+        _, reference = side.assembly(own[update])
+        errors = None if reference is None else side.errors(own[update], reference)
         return errors is not None and min(errors.values()) <= EXPLAINED * max(errors.values())
     later = [k for k in of_site[entry.site] if judged[k].baseline.step > entry.step and not is_open[k]]
     return bool(later) and pairs[later[0]].verdict not in FLAGGED

@@ -83,8 +83,3 @@ def mean_where(square: torch.Tensor, counted: torch.Tensor | None) -> float:
         return float(square.mean()) if square.numel() else 0.0
     number = int(counted.sum())
     return float(torch.where(counted, square, 0.0).sum()) / number if number else 0.0
-
-
-def rms_where(error: torch.Tensor, counted: torch.Tensor | None) -> float:
-    """Return the root of the mean square."""
-    return float(mean_where(error.square(), counted) ** 0.5)

@@ -45,7 +45,6 @@ from glassengine.numerics.mask_values import (
     is_finite,
     kind_of,
     mean_where,
-    rms_where,
     same_where,
     sentinel,
 )
@@ -246,7 +245,7 @@ class Reference:
             candidate.is_floating_point() and self.exact.is_floating_point()
         ):
             return None
-        return rms_where(candidate.double() - self.exact, self.valid)
+        return float(mean_where((candidate.double() - self.exact).square(), self.valid) ** 0.5)
 
     @property
     def is_silent(self) -> bool:

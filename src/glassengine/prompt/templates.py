@@ -69,7 +69,7 @@ def compare_templates(baseline: PromptSide, candidate: PromptSide) -> tuple[list
             continue  # each in words of its own
         number += 1
         text = theirs if by_file is None else by_file
-        if not _alike(ours, text):
+        if ours != text and not (ours.startswith(_REFUSED) and text.startswith(_REFUSED)):
             groups.setdefault(("wrong", _cause(shape, ours, text)), []).append((shape, ours, text))
         elif ours != theirs:
             cause = f"{_ENGINE}{_set_by_engine(candidate, shape, theirs)}"
@@ -100,11 +100,6 @@ def _rendered(render: Callable[[Conversation], str | None], conversation: Conver
         return render(conversation)
     except ValueError as error:
         return f"{_REFUSED}{error}"
-
-
-def _alike(ours: str, theirs: str) -> bool:
-    """Whether two texts are the same, or both refusals, each in words of its own."""
-    return ours == theirs or (ours.startswith(_REFUSED) and theirs.startswith(_REFUSED))
 
 
 def _cause(shape: Shape, ours: str, theirs: str) -> str:

@@ -257,7 +257,9 @@ def search(
         refitted = sorted({_refitted(gap, one, start) for one in kept.values()}, key=gap.loss)
         if not refitted or gap.loss(refitted[0]) > least_gain * best or best - gap.loss(refitted[0]) < floor / 3:
             break
-        simplest = _simplest(gap, refitted, start, floor)
+        # Those that leave as little as the best: of these the one with the fewest and likeliest changes.
+        as_good = [one for one in refitted if _is_same(gap, one, refitted[0], floor)]
+        simplest = min(as_good, key=lambda one: (_rank(one, start), gap.loss(one)))
         states = [simplest, *(one for one in refitted if one != simplest)][:_MOST_STATES]
         if number == 0:
             alike = tuple(one for one in refitted if one != simplest and _is_same(gap, one, simplest, floor))
@@ -267,14 +269,6 @@ def search(
 
 def _is_same(gap: Gap, one: RolloutSettings, other: RolloutSettings, floor: float) -> bool:
     return gap.loss(one) <= max(_SAME * gap.loss(other), 1.5 * floor)
-
-
-def _simplest(gap: Gap, found: list[RolloutSettings], start: RolloutSettings, floor: float) -> RolloutSettings:
-    """Return the settings with the fewest and likeliest changes among those that leave as little as the best."""
-    return min(
-        (one for one in found if _is_same(gap, one, found[0], floor)),
-        key=lambda one: (_rank(one, start), gap.loss(one)),
-    )
 
 
 def _rank(one: RolloutSettings, start: RolloutSettings) -> tuple[int, ...]:

@@ -80,16 +80,6 @@ class RolloutSettings:
         """What needs a run of the model of its own."""
         return tuple(getattr(self, name) for name in _OF_RUN)
 
-    @property
-    def has_penalties(self) -> bool:
-        """Whether logits depend on the tokens before."""
-        return self.repetition != 1 or self.presence != 0 or self.frequency != 0
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether no token is left out."""
-        return not self.top_k and self.top_p >= 1 and not self.min_p
-
 
 _OF_RUN = (
     "tokens", "weights", "scale", "config", "quantized", "head", "cache", "routes", "attention", "batch", "dtype",
@@ -239,7 +229,7 @@ class Logits:
     def reported(self, settings: RolloutSettings) -> Tensor:
         """Return what an engine with these settings reports; NaN where nothing is, -inf where it cannot sample."""
         values, ids = self.values, self.tokens.ids[:, None]
-        if settings.has_penalties:
+        if settings.repetition != 1 or settings.presence != 0 or settings.frequency != 0:
             penalties = settings.repetition, settings.presence, settings.frequency
             if self._penalized is None or self._penalized[0] != penalties:
                 self._penalized = penalties, self._with_penalties(settings)
@@ -249,7 +239,7 @@ class Logits:
         own = values.gather(1, ids)[:, 0]
         if settings.kept == "file":
             found = own / settings.temperature - self._of_kept(values / settings.temperature)
-        elif settings.keeps_all:
+        elif not settings.top_k and settings.top_p >= 1 and not settings.min_p:
             found = own / settings.temperature
             found = found if settings.kind == "raw logit" else found - (values / settings.temperature).logsumexp(-1)
         else:

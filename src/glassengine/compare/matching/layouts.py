@@ -21,6 +21,7 @@ None of them changes a value except `cast` and `add`.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -146,15 +147,7 @@ def _pack(x: Tensor, lookup: Lookup, given: Mapping[str, Any]) -> Tensor:
     return x[mask[:, mask.shape[1] - x.shape[1] :] != 0]
 
 
-def _unpair(x: Tensor, _: Lookup, given: Mapping[str, Any]) -> Tensor:
-    return _rotary(x, given, to_halves=True)
-
-
-def _pair(x: Tensor, _: Lookup, given: Mapping[str, Any]) -> Tensor:
-    return _rotary(x, given, to_halves=False)
-
-
-def _rotary(x: Tensor, given: Mapping[str, Any], *, to_halves: bool) -> Tensor:
+def _rotary(x: Tensor, _: Lookup, given: Mapping[str, Any], *, to_halves: bool) -> Tensor:
     """Return `x` with the rotated elements of each head in the other order."""
     import torch
 
@@ -231,12 +224,12 @@ _OPERATIONS: dict[str, tuple[dict[str, str], dict[str, Any], _Run]] = {
     "unpair": (
         {"dim": "an integer", "width": "an integer", "rotated": "an integer or null"},
         {"dim": -1, "rotated": None},
-        _unpair,
+        functools.partial(_rotary, to_halves=True),
     ),
     "pair": (
         {"dim": "an integer", "width": "an integer", "rotated": "an integer or null"},
         {"dim": -1, "rotated": None},
-        _pair,
+        functools.partial(_rotary, to_halves=False),
     ),
     "add": ({"value": "a number"}, {}, lambda x, _, given: x + given["value"]),
 }

@@ -194,7 +194,8 @@ def _require_keys(data: Mapping[str, Any], known: tuple[str, ...], where: str) -
 
 
 def _require_captures(rule: MapRule, where: str) -> None:
-    there = num_captures(rule.baseline)
+    pattern = rule.baseline
+    there = _regex(pattern).groups if pattern.startswith("re:") else _parsed(pattern).num_groups
     for name in rule.candidates:
         needed = wildcards(name)
         if needed > there:
@@ -234,11 +235,6 @@ def captures(pattern: str, name: str) -> Iterator[tuple[str, ...]]:
             groups = _parsed(pattern).groups(name[start:], within)
             if groups is not None:
                 yield groups
-
-
-def num_captures(pattern: str) -> int:
-    """Return how many wildcards or groups `pattern` has."""
-    return _regex(pattern).groups if pattern.startswith("re:") else _parsed(pattern).num_groups
 
 
 def wildcards(template: str) -> int:

@@ -198,11 +198,6 @@ class AssembledRanks(SourceWrapper):
             return None
         return errors_of_ranks(assembly, reference, self._factor_of(entry, assembly), self.local_parts(entry))
 
-    def errors_of_expected(self, entry: Entry) -> dict[int, float] | None:
-        """Return `errors` against the counterpart; None where there is none."""
-        _, reference = self.assembly(entry)
-        return None if reference is None else self.errors(entry, reference)
-
     def counterpart(self, step: int, site: str) -> Tensor | None:
         """Return what the other side has of a site."""
         expected = self._expected.get((step, site))
@@ -338,7 +333,7 @@ class AssembledRanks(SourceWrapper):
         keys = [key for key in self._expected if key[0] == step and is_of_activation(key[1]) and key in self._parts]
         known: list[tuple[Assembly, Tensor]] = []
         for key in keys[:: max(1, len(keys) // _NUM_FACTORS)]:
-            assembly, reference = self.assembly(self._parts_as_entry(key))
+            assembly, reference = self.assembly(dataclasses.replace(self._parts[key][0], rank=0, site=key[1]))
             if reference is not None and (self._num_groups_of_whole(*key) > 1 or self._has_own_rows(step, assembly)):
                 known.append((assembly, reference))
         return factor_of_rows(known, None if layout is None else layout.num_groups, of_whole)
@@ -350,9 +345,6 @@ class AssembledRanks(SourceWrapper):
         """Whether the parts are those of different rows; the first dimension, where the inputs do not tell."""
         layout = self.layout(step)
         return lies_in_rows(assembly, layout) if layout is not None else 0 in assembly.way.dims
-
-    def _parts_as_entry(self, key: _Key) -> Entry:
-        return dataclasses.replace(self._parts[key][0], rank=0, site=key[1])
 
     def fresh(self) -> Self:
         """Return the same, with nothing found yet."""
