@@ -42,9 +42,9 @@ def command(
 
     Exit status: 0 the page was written, also of a result that is not ok.
     """
-    from glassengine.report.exported import is_picture, write_card
+    from glassengine.report.exported import write_card
 
-    if is_picture(output):
+    if str(output).lower().endswith(".png"):
         if recordings or redact:
             raise UsageError("a picture has no values", got="--recordings or --redact", hint="-o FILE.html")
         written = write_card(result, output)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from glassengine.errors import UnknownNameError
 from glassengine.reading.files import printable
 from glassengine.report import words
-from glassengine.report.findings import RULES, ReportFinding, SourceLine, findings, next_step
+from glassengine.report.findings import RULES, ReportFinding, findings, next_step
 from glassengine.report.terminal_check import answer, compared, headline
 from glassengine.report.words import hint_details, of_side, pair_of, size, untried
 from glassengine.results import VERDICTS, Comparison, Divergence, Figures, Pair
@@ -208,12 +208,8 @@ def _finding(result: Comparison, found: ReportFinding) -> Iterator[str]:
     for name, line in (("candidate", found.candidate), ("baseline", found.baseline)):
         if line is not None and not (name == "baseline" and line == found.candidate):
             yield f"{name} source: {line.place}"
-            yield from _excerpt(line)
-
-
-def _excerpt(line: SourceLine) -> Iterator[str]:
-    for number, text in line.around(_CONTEXT):
-        yield f"{'>' if number == line.line else ' '} {number:5} | {text.rstrip()}"
+            for number, text in line.around(_CONTEXT):
+                yield f"{'>' if number == line.line else ' '} {number:5} | {text.rstrip()}"
 
 
 def _not_judged(result: Comparison) -> Iterator[str]:

@@ -234,11 +234,6 @@ _HEAD = 256
 """Bytes of a file in which it says that."""
 
 
-def is_picture(path: str | Path) -> bool:
-    """Whether an output is a picture."""
-    return str(path).lower().endswith(".png")
-
-
 def write_card(document: str | Path, path: str | Path) -> WrittenReport:
     """Draw the result that a file of `--json` holds.
 

@@ -78,7 +78,8 @@ class _Screen:
         shown += [compared(result), *divergence, *_prompt(result), *given, *_weights(result)]
         reasons, written, severity = map(list, (_skipped(result), _written_differently(result), _severity(result)))
         beside = [] if first is None else list(_beside(first))
-        rest = [*beside, *([] if first is None else _about(result, first)), *severity, *_level_notes(result)]
+        rest = [*beside, *([] if first is None else _about(result, first)), *severity]
+        rest += [Text(f"{words.level(level.name)}: {level.note}") for level in result.levels if level.note]
         rest += [*written, *reasons]
         # What the first line says, and what one may do without, which goes first.
         is_named = first is not None and named_mistake(result) is not None
@@ -246,12 +247,6 @@ def _about(result: Comparison, found: Divergence) -> Iterator[Text]:
 def _severity(result: Comparison) -> Iterator[Text]:
     shown = {found.level for found in words.results_shown(result)}  # its tokens stand beside its results
     yield from (Text(text) for level, text in words.severity_lines(result) if level not in shown)
-
-
-def _level_notes(result: Comparison) -> Iterator[Text]:
-    for climbed in result.levels:
-        if climbed.note:
-            yield Text(f"{words.level(climbed.name)}: {climbed.note}")
 
 
 def _skipped(result: Comparison) -> Iterator[Text]:
