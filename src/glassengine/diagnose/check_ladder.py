@@ -43,7 +43,6 @@ from glassengine.diagnose.reproduction.reproduce import with_reproduction
 from glassengine.engine.build.build import compiler_beside
 from glassengine.engine.build.write import check_mesh
 from glassengine.engine.run.engine import Engine
-from glassengine.engine.run.load import load
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError
 from glassengine.extensions import plugin
 from glassengine.judge.cases import in_one_forward, read_inputs, texts_of, tokens_in_one_forward
@@ -74,16 +73,6 @@ from glassengine.recording.source import TensorSource
 from glassengine.results import Comparison, Findings, Policy, Skipped
 from glassengine.results.sentences import named_mistake
 from glassengine.serving.protocol import ServingOptions
-
-
-def check_built(request: CheckRequest, _: Any) -> Comparison:
-    """Judge the engines that are built from the baseline."""
-    return Ladder(request).check()
-
-
-def check_engine(request: CheckRequest, _: Any) -> Comparison:
-    """Judge an engine directory."""
-    return Ladder(request, engine=load(str(request.candidate), trust=request.trust_engine)).check()
 
 
 def check_record(request: CheckRequest, record: TensorSource) -> Comparison:

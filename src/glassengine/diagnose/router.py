@@ -14,15 +14,11 @@ from typing import Any
 from glassengine.backends.protocol.backend import TakingModels
 from glassengine.backends.registry import find_backend, get_backend
 from glassengine.candidates import BUILT, ENGINE, MODEL, QUANTIZED, RECORD, SERVED, WRITTEN, CandidateKind, refuse
-from glassengine.diagnose.check_ladder import (
-    check_built,
-    check_engine,
-    check_model,
-    check_record,
-)
+from glassengine.diagnose.check_ladder import Ladder, check_model, check_record
 from glassengine.diagnose.ladder.request import CheckRequest, Model
 from glassengine.engine import files
 from glassengine.engine.run.engine import read_engine
+from glassengine.engine.run.load import load
 from glassengine.extensions import plugin
 from glassengine.program.loading.adapters import is_adapter
 from glassengine.program.loading.quantized import is_quantized
@@ -119,8 +115,12 @@ def _by_plugin(module: str, name: str) -> Callable[[CheckRequest, Any], Comparis
 HANDLERS = (
     Handler(SERVED, _open_served, _by_plugin("serving.check.check", "check_served")),
     Handler(WRITTEN, _is_written, _by_plugin("serving.check.check", "check_written")),
-    Handler(BUILT, lambda request: request.candidate is None, check_built),
-    Handler(ENGINE, lambda request: _is_engine(request.candidate), check_engine),
+    Handler(BUILT, lambda request: request.candidate is None, lambda request, _: Ladder(request).check()),
+    Handler(
+        ENGINE,
+        lambda request: _is_engine(request.candidate),
+        lambda request, _: Ladder(request, engine=load(str(request.candidate), trust=request.trust_engine)).check(),
+    ),
     Handler(RECORD, _open_record, check_record),
     Handler(
         QUANTIZED,

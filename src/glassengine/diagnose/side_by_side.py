@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -80,7 +80,15 @@ def side_by_side(
     times = _time(loaded, ids, mask, tokens, rounds)
     options = options_that_differ(loaded)
     columns = tuple(
-        _column(engine, options[index], times[index], found[index - 1] if index else {})
+        EngineColumn(
+            engine=str(engine.directory),
+            model=str(engine.manifest.model.get("spec")),
+            backend=engine.manifest.backend,
+            dtype=engine.manifest.dtype,
+            added_outputs=tuple(engine.added_outputs),
+            options=options[index],
+            **{**sizes(engine), **times[index], **(found[index - 1] if index else {})},
+        )
         for index, engine in enumerate(loaded)
     )
     agreement = worst([column.agreement for column in columns if column.agreement is not None])
@@ -197,20 +205,6 @@ def _time(
         {"prefill_ms": median(first) * 1e3, "decode_ms": median(others) * 1e3 if others else None}
         for first, others in zip(prefills, decodes, strict=True)
     ]
-
-
-def _column(
-    engine: Engine, options: Mapping[str, str], times: Mapping[str, Any], facts: Mapping[str, Any]
-) -> EngineColumn:
-    return EngineColumn(
-        engine=str(engine.directory),
-        model=str(engine.manifest.model.get("spec")),
-        backend=engine.manifest.backend,
-        dtype=engine.manifest.dtype,
-        added_outputs=tuple(engine.added_outputs),
-        options=options,
-        **{**sizes(engine), **times, **facts},
-    )
 
 
 BY_FLOOR = "noise floor"

@@ -184,8 +184,8 @@ class ModuleSubject(InvarianceSubject):
         """Return the module of a way: a copy that nothing has run on, or the one that was used last."""
         module = self._last if way.is_next and self._last is not None else self.fresh()
         self._last = module
-        if way.attention == "eager":
-            module = self._eager(module)
+        if way.attention == "eager" and hasattr(module, "set_attn_implementation"):
+            module.set_attn_implementation("eager")  # type: ignore[operator]
         if way.compiler is not None:
             torch._dynamo.reset()
             compiled: Any = torch.compile(module, backend=way.compiler, dynamic=False)
@@ -206,11 +206,6 @@ class ModuleSubject(InvarianceSubject):
                 got=first_line(error),
                 hint="glass check --invariant run -- SCRIPT compares a script with itself",
             ) from error
-
-    def _eager(self, module: nn.Module) -> nn.Module:
-        if hasattr(module, "set_attn_implementation"):
-            module.set_attn_implementation("eager")  # type: ignore[operator]
-        return module
 
     def _earlier(self, module: nn.Module, way: Way) -> None:
         if way.earlier == "rows":

@@ -25,7 +25,7 @@ from glassengine.numerics.mask_values import same_where
 from glassengine.program import LoadedModel
 from glassengine.program.onnx.session import OnnxModel, SessionSettings
 from glassengine.program.representation.signature import named_results
-from glassengine.program.user_code.forward import RandomDraws, all_in_training, describe_training, influential_modes
+from glassengine.program.user_code.forward import RandomDraws, describe_training, influential_modes
 from glassengine.program.user_code.module_state import applied_state, own_copies
 from glassengine.results import Findings, ResultComparison
 
@@ -108,7 +108,7 @@ def modes_of(models: Mapping[str, LoadedModel], call_of: Callable[[str], Mapping
     found = Modes()
     baseline, candidate = models["baseline"], models.get("candidate")
     is_alone = candidate is None or candidate.stored is not None  # a file has no mode
-    if all(all_in_training(one.module, one.training) for one in models.values()) or (
+    if all(len(one.training) == sum(1 for _ in one.module.named_modules()) for one in models.values()) or (
         candidate is not None and baseline.training == candidate.training
     ):
         if baseline.training:

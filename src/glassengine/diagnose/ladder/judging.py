@@ -304,7 +304,9 @@ def judge_alike(climb: Climb, progress: Progress) -> str | None:
     if climb.accumulation != FLOAT32_SUMS or not suspects:
         return None
     first = climb.scores
-    for name in _coarser(climb.program):
+    own = str(climb.program.metadata.get("dtype"))
+    # Coarser than float32, what explains least first.
+    for name in [own] if own in ("bfloat16", "float16") else ["tf32", "float16", "bfloat16"]:
         progress(Work.JUDGING.says(f"judging again, as if products were summed in {name}"))
         climb.accumulation = ACCUMULATIONS[name]
         _sum_by(first, climb.accumulation)
@@ -326,12 +328,6 @@ def judge_alike(climb: Climb, progress: Progress) -> str | None:
 def _products(program: Program, score: Score) -> _Products:
     names = {node.name for node in program.graph.nodes if traits_of(node).reads_memory}
     return _Products(score, len(names & score.judged_nodes), frozenset(names & score.divergences.keys()))
-
-
-def _coarser(program: Program) -> list[str]:
-    """Return the ways to sum that are coarser than float32, those that explain least first."""
-    own = str(program.metadata.get("dtype"))
-    return [own] if own in ("bfloat16", "float16") else ["tf32", "float16", "bfloat16"]
 
 
 def _sum_by(scores: Sequence[Score], accumulation: Accumulation) -> None:

@@ -219,11 +219,6 @@ def training_modules(module: nn.Module) -> tuple[str, ...]:
     return tuple(path for path, part in module.named_modules() if getattr(part, "training", False))
 
 
-def all_in_training(module: nn.Module, training: Collection[str]) -> bool:
-    """Whether all of a module is in training mode: how every module is made, and perhaps not meant."""
-    return len(training) == sum(1 for _ in module.named_modules())
-
-
 @contextlib.contextmanager
 def restored_modes(module: nn.Module, training: Collection[str]) -> Iterator[None]:
     """Put the modules of these paths into training mode meanwhile; their statistics are given back."""
