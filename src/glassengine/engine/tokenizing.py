@@ -104,7 +104,9 @@ def _render(render: Callable[[], str], reader: int, writer: int, bounds: tuple[i
         if quiet:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             faulthandler.disable()  # it may write elsewhere
-        memory, cpu = _address_space() + bounds[0], int(bounds[1]) + 1
+        # Most of the address space that this process has belongs to libraries and mapped files.
+        pages = int(read_text("/proc/self/statm", most=1000).split()[0])
+        memory, cpu = pages * os.sysconf("SC_PAGE_SIZE") + bounds[0], int(bounds[1]) + 1
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # compiled code aborts where it gets no memory
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
@@ -132,11 +134,6 @@ def _answer(reader: int, what: str, seconds: float, most: int) -> bytes:
         answer += piece
         if len(answer) > most:
             raise CorruptError(f"{what} writes too much", got=f"more than {most:,} bytes")
-
-
-def _address_space() -> int:
-    """Return the bytes of address space that this process has, most of which belongs to libraries and mapped files."""
-    return int(read_text("/proc/self/statm", most=1000).split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 # Of the text: a token of one byte takes 200 bytes here and there, and up to 20 as it is sent.

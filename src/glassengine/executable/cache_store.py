@@ -234,7 +234,8 @@ class Store:
                 if _copied(entry / _FILES, target) != (manifest.content, manifest.num_bytes):
                     raise CorruptError(f"files of cache entry {key} are damaged")
             except (CorruptError, OSError) as error:
-                _empty(target)
+                for path in target.iterdir():
+                    remove_tree(path) if path.is_dir() else path.unlink()
                 if not (entry / _MANIFEST).exists() and not (entry / _FILES).exists():
                     return False
                 damage = error
@@ -353,8 +354,3 @@ def _copied(source: Path, target: Path) -> tuple[str, int]:
                 num_bytes += copy.write(chunk)
                 digest.update(chunk)
     return digest.hexdigest(), num_bytes
-
-
-def _empty(directory: Path) -> None:
-    for path in directory.iterdir():
-        remove_tree(path) if path.is_dir() else path.unlink()

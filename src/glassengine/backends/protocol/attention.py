@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -80,10 +79,11 @@ def _group(graph: Graph, node: Node, masks: dict[tuple[Node, int], Node]) -> boo
         if (mask, heads) not in masks:
             masks[mask, heads] = _rows_of(graph, mask, heads)
         mask = masks[mask, heads]
+    scale = {"scale": node.kwargs["scale"]} if "scale" in node.kwargs else {}
     with graph.inserting_before(node):
         apart = _call(graph, node, "query", _aten.unflatten.int, query, 1, [-1, heads])
         rows = _call(graph, node, "rows", _aten.flatten.using_ints, apart, 2, 3)
-        result = _call(graph, node, "attention", _ATTENTION, rows, key, value, mask, **_scale(node))
+        result = _call(graph, node, "attention", _ATTENTION, rows, key, value, mask, **scale)
         result = _call(graph, node, "parts", _aten.unflatten.int, result, 2, [heads, -1])
         if by_rows:
             result = _call(graph, node, "ordered", _aten.permute.default, result, [0, 3, 1, 2, 4])
@@ -154,10 +154,6 @@ def _lies_by_rows(node: Node) -> bool | None:
     if strides == [str(size), str(heads * size), "1"]:
         return True
     return False if strides == [str(rows * size), str(size), "1"] else None
-
-
-def _scale(node: Node) -> Mapping[str, Any]:
-    return {"scale": node.kwargs["scale"]} if "scale" in node.kwargs else {}
 
 
 def _repeated(node: Node) -> tuple[Node, int] | None:

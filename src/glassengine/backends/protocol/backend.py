@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -205,13 +205,6 @@ def taking_list(function: Callable[..., Any]) -> GraphFunction:
         return function(*values)
 
     return run
-
-
-def effective_options(backend: Backend, program: Program) -> dict[str, Any]:
-    """Return the options of a back-end that are in effect; its capabilities where it tells no more."""
-    if isinstance(backend, Describing):
-        return backend.options(program)
-    return asdict(backend.capabilities)
 
 
 def describe_network(backend: Backend, program: Program, directory: Path) -> Network:

@@ -20,12 +20,13 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from glassengine import environment
-from glassengine.backends.protocol.backend import Backend, describe_network, effective_options, program_network
+from glassengine.backends.protocol.backend import Backend, Describing, describe_network, program_network
 from glassengine.engine.files import hash_file
 from glassengine.errors import UsageError
 from glassengine.program.onnx.function import OnnxVerifier
@@ -121,7 +122,8 @@ class ArtifactWriter:
 
     def options(self, backend: Backend, program: Program, options: Mapping[str, Any]) -> None:
         """Write `builder_config.json`: what was asked for and every option of the back-end in effect."""
-        self._data["options"] = {**options, "backend_options": effective_options(backend, program)}
+        in_effect = backend.options(program) if isinstance(backend, Describing) else asdict(backend.capabilities)
+        self._data["options"] = {**options, "backend_options": in_effect}
         with self._writing():
             text = json.dumps({"backend": backend.name, **self._data["options"]}, indent=2, default=str)
             self._write("builder_config.json", text + "\n")

@@ -41,7 +41,6 @@ from glassengine.engine.build.requests import (
 from glassengine.engine.build.write import (
     NO_PARTS,
     BuiltParts,
-    about_build,
     check_mesh,
     for_compiler,
     mesh_for,
@@ -250,7 +249,14 @@ def build(
     writer = encoder_writer = None
     with contextlib.ExitStack() as writing:
         if where is not None and not dry_run:
-            about = about_build(loaded, chosen, passes)
+            about = {
+                "model": loaded.spec,
+                "fingerprint": loaded.metadata.get("fingerprint"),
+                "kind": loaded.kind,
+                "dtype": loaded.dtype,
+                "backend": chosen.name,
+                "passes": list(passes),
+            }
             writer = ArtifactWriter(where, about)
             writing.enter_context(writer)
             if loaded.generation.has_encoder:

@@ -237,18 +237,6 @@ def _ranges(program: Program) -> dict[str, tuple[int, int | None]]:
     return ranges
 
 
-def about_build(model: LoadedModel, backend: Backend, passes: Sequence[str]) -> dict[str, Any]:
-    """What the manifest of the artifacts says of a build before it has begun."""
-    return {
-        "model": model.spec,
-        "fingerprint": model.metadata.get("fingerprint"),
-        "kind": model.kind,
-        "dtype": model.dtype,
-        "backend": backend.name,
-        "passes": list(passes),
-    }
-
-
 def mesh_for(tensor: int, pipeline: int) -> Mesh | None:
     """Return the ranks that are asked for; None for one process.
 

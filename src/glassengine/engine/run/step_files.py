@@ -100,12 +100,10 @@ class StepFiles:
             ) from error
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         self._undo.close()
         self.directory = self._root
-        if self._error is not None and kind is None:
+        if self._error is not None and error is None:
             raise self._error
 
     def __call__(self, session: Session) -> None:

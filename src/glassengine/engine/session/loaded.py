@@ -29,7 +29,7 @@ from glassengine.program.kinds.causal_lm import USER_MODULE
 from glassengine.program.kinds.image_text import FEATURES, INDEX
 from glassengine.program.onnx.file import read_onnx
 from glassengine.program.representation.kept_logits import KEPT
-from glassengine.program.representation.outputs import PREFIX, DerivedValues, comes_from_weights
+from glassengine.program.representation.outputs import PREFIX, Derived, DerivedValues, From
 from glassengine.program.representation.stored import ONNX_GRAPH, load_graph, load_program
 from glassengine.sites import HasSites, SiteTable
 
@@ -183,7 +183,7 @@ class LoadedEngine(HasSites):
 
     def _derive(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> DerivedValues:
         """Return the values of nodes that are computed on reading."""
-        needs_weights = any(comes_from_weights(entry.derived) for entry in self.manifest.added_outputs)
+        needs_weights = any(entry.derived == str(Derived(From.WEIGHTS)) for entry in self.manifest.added_outputs)
         return DerivedValues(self.program if needs_weights else self._graph, inputs, outputs)
 
     @functools.cached_property

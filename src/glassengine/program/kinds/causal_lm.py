@@ -207,7 +207,10 @@ def probe_layout(model: nn.Module, *, has_values: bool = True) -> KVLayout:
             raise _unknown_cache(described(error)) from error
     if odd := {type(layer).__name__ for layer in cache.layers if not _is_known(layer)}:
         raise _unknown_cache(", ".join(sorted(odd)))
-    states = states_of(cache.layers)
+    states = tuple(
+        State(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]))
+        for name, tensor in state_tensors(cache.layers).items()
+    )
     filled = {int(state.name.rsplit("_", 1)[1]) for state in states}
     filled |= {index for index, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is not None}
     empty = [str(index) for index in range(len(cache.layers)) if index not in filled]
@@ -323,14 +326,6 @@ def keeps_states(module: nn.Module) -> bool:
     except (AttributeError, KeyError, TypeError, ValueError):
         return False  # its layers are of kinds that no cache knows: blocks of a ResNet, or those of remote code
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
-
-
-def states_of(layers: Iterable[Any]) -> tuple[State, ...]:
-    """Return the states that the layers of a filled cache of transformers hold."""
-    return tuple(
-        State(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]))
-        for name, tensor in state_tensors(layers).items()
-    )
 
 
 def state_tensors(layers: Iterable[Any]) -> dict[str, torch.Tensor]:

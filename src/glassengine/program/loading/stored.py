@@ -328,15 +328,6 @@ def _scope(proto: onnx.NodeProto) -> str | None:
 ENDINGS = (".onnx", ".pt2")
 
 
-def not_a_program(path: Path, error: Exception) -> CorruptError:
-    """Return the error for a file whose description of a program makes no sense."""
-    return CorruptError(
-        f"{path.name} describes no program that can be made",
-        got=shown(f"{type(error).__name__}: {first_line(error)}")[:400],
-        hint="run with -v for the place; onnx.checker.check_model says more of an ONNX file",
-    )
-
-
 def is_stored(spec: Any) -> bool:
     """Whether `spec` names a file that is a program."""
     return isinstance(spec, (str, Path)) and Path(spec).suffix.lower() in ENDINGS
@@ -375,7 +366,11 @@ def read_stored(
     except GlassError:
         raise
     except RAISED as error:
-        raise not_a_program(path, error) from error
+        raise CorruptError(
+            f"{path.name} describes no program that can be made",
+            got=shown(f"{type(error).__name__}: {first_line(error)}")[:400],
+            hint="run with -v for the place; onnx.checker.check_model says more of an ONNX file",
+        ) from error
     weights = program.weights().values()
     floating = next((weight.dtype for weight in weights if weight.is_floating_point()), torch.float32)
     own = str(floating).removeprefix("torch.")

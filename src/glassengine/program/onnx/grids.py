@@ -138,12 +138,6 @@ def grids_of(file: OnnxFile) -> tuple[dict[str, GridNames], dict[str, Tensor]]:
     return grids, weights
 
 
-def written_back(file: OnnxFile) -> dict[str, str]:
-    """Return value of floats -> the integers that it is made of, and of nothing else."""
-    nodes = (node for node in file.model.graph.node if node.op_type == "DequantizeLinear")
-    return {node.output[0]: node.input[0] for node in nodes}
-
-
 def _stands_for(name: str, producer: onnx.NodeProto | None) -> str:
     if producer is not None and producer.op_type in ("QuantizeLinear", "DynamicQuantizeLinear"):
         return str(producer.input[0])

@@ -265,10 +265,6 @@ def _repeated(node: Node, placed: Placed, ranks: int) -> Local | None:
     return Local(cut.on(cut.axis, scale=times) if same else cut, {source: cut})
 
 
-def _getitem(node: Node, placed: Placed, ranks: int) -> Local | None:
-    return Local(placed(args_of(node)[0])[args_of(node)[1]])
-
-
 def _size(node: Node, placed: Placed, ranks: int) -> Local | None:
     """What reads sizes alone; those of axes that are cut are numbers in a graph already."""
     return Local(None, {args_of(node)[0]: placed(args_of(node)[0])})
@@ -400,7 +396,7 @@ _RULES: dict[str, Rule] = {
     "expand": _expand,
     "scaled_dot_product_attention": _attention,
     "repeat_interleave": _repeated,
-    "getitem": _getitem,
+    "getitem": lambda node, placed, ranks: Local(placed(args_of(node)[0])[args_of(node)[1]]),
     "sym_size": _size,
     "_assert_tensor_metadata": _size,
     "new_ones": _size,

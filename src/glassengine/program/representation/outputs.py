@@ -325,8 +325,3 @@ class Derived:
 
     def __str__(self) -> str:
         return self.source.value.format(self.name)
-
-
-def comes_from_weights(text: str | None) -> bool:
-    """Whether what a manifest says of an output is that it depends on weights alone."""
-    return text == str(Derived(From.WEIGHTS))
