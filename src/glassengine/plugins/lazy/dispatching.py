@@ -321,14 +321,6 @@ def _normalize(rule: CallRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return tuple(lazy_tensor(value) for value in values if value is not None)
 
 
-def _number(rule: CallRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return fetch([args[0]._lazy.get()], Reason("read", "item()"))[0].item()
-
-
-def _aten(rule: CallRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return computed(rule.target, args, kwargs, rule.reason)
-
-
 Handler = Callable[[CallRule, Sequence[Any], Mapping[str, Any]], Any]
 _handlers: dict[OpOverload, tuple[Handler, CallRule]] = {}
 _BY_KIND: dict[CallKind, Handler] = {
@@ -339,6 +331,6 @@ _BY_KIND: dict[CallKind, Handler] = {
     CallKind.COPY: _copy,
     CallKind.DRAW: _draw,
     CallKind.NORMALIZE: _normalize,
-    CallKind.NUMBER: _number,
-    CallKind.ATEN: _aten,
+    CallKind.NUMBER: lambda rule, args, kwargs: fetch([args[0]._lazy.get()], Reason("read", "item()"))[0].item(),
+    CallKind.ATEN: lambda rule, args, kwargs: computed(rule.target, args, kwargs, rule.reason),
 }

@@ -149,13 +149,9 @@ def check_quantized(
         different=tuple(different),
     )
     only = [
-        Skipped(name, "baseline", "the candidate has no such weight of its shape", level=LEVEL)
-        for name in ours
-        if name not in both
-    ]
-    only += [
-        Skipped(name, "candidate", "the baseline has no such weight of its shape", level=LEVEL)
-        for name in theirs
+        Skipped(name, side, f"the {other} has no such weight of its shape", level=LEVEL)
+        for side, other, names in (("baseline", "candidate", ours), ("candidate", "baseline", theirs))
+        for name in names
         if name not in both
     ]
     ends = result_of(expected, found, total, len(forwards))

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from glassengine.numerics.drift import DriftSums
 from glassengine.numerics.judgement import Judgement
-from glassengine.program.onnx.grids import GridNames, grids_of, written_back
+from glassengine.program.onnx.grids import GridNames, grids_of
 from glassengine.program.representation.program import Program
 from glassengine.results import VERDICTS, Verdict
 
@@ -53,7 +53,9 @@ class QuantizedFile:
         assert program.onnx is not None
         self.file = program.onnx.file
         self._grids, self._weights = grids_of(self.file)
-        self._written_back = written_back(self.file)
+        # Floats -> the integers that they are made of, and of nothing else.
+        nodes = (node for node in self.file.model.graph.node if node.op_type == "DequantizeLinear")
+        self._written_back = {node.output[0]: node.input[0] for node in nodes}
         self._by_name: dict[str, list[str]] = {}
         for name, grid in self._grids.items():
             self._by_name.setdefault(grid.stands_for, []).append(name)

@@ -321,15 +321,13 @@ class LoadedPlan:
     def _context(self) -> Any:
         require_device("cuda", "running what tensorrt_rtx built", hint="to run it here, build with --backend inductor")
         self._runtime = self._trt.Runtime(self._logger)
-        engine = self._runtime.deserialize_cuda_engine(self._plan())
+        plan = read_bytes(self._directory / PLAN_FILE, most=_MAX_PLAN_BYTES, inside=self._directory)
+        engine = self._runtime.deserialize_cuda_engine(plan)
         context = None if engine is None else engine.create_execution_context()
         if context is None:
             got = f"{torch.cuda.get_device_name()}: {self._logger.text()}"
             raise BackendError("TensorRT-RTX cannot load the plan", got=got[:2000])
         return context
-
-    def _plan(self) -> bytes:
-        return read_bytes(self._directory / PLAN_FILE, most=_MAX_PLAN_BYTES, inside=self._directory)
 
     def _place(self, name: str) -> str:
         # What decides on sizes is read by the host.

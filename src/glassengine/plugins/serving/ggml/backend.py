@@ -203,7 +203,14 @@ class GgufBackend:
             )
         if kind not in _GENERATE:
             raise UnknownNameError("kind of model that is written as GGUF", kind, _GENERATE)
-        _require_implicit_settings(config, ARCHITECTURES[kind], length)
+        architecture = ARCHITECTURES[kind]
+        for name, found, expected, hint in _implicit_settings(config, architecture, length):
+            raise UsageError(
+                f"llama.cpp has no such setting for the architecture {architecture!r}",
+                got=f"{name} {found}",
+                expected=expected,
+                hint=hint,
+            )
 
     def build_model(self, module: nn.Module, directory: Path, quantize: str | None, tokenizer: str | None) -> None:
         """Write `model.gguf`, with the tokenizer where llama.cpp has its kind."""
@@ -236,21 +243,6 @@ class GgufBackend:
     def served(self, directory: Path) -> str:
         """Return the file as a candidate."""
         return f"gguf:{directory / FILE}"
-
-
-def _require_implicit_settings(config: Any, architecture: str, length: int | None) -> None:
-    """Refuse a model that llama.cpp would compute in another way.
-
-    Raises:
-        UsageError: Says which setting, and what llama.cpp takes it for.
-    """
-    for name, found, expected, hint in _implicit_settings(config, architecture, length):
-        raise UsageError(
-            f"llama.cpp has no such setting for the architecture {architecture!r}",
-            got=f"{name} {found}",
-            expected=expected,
-            hint=hint,
-        )
 
 
 def _implicit_settings(

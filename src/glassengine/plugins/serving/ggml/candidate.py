@@ -35,7 +35,7 @@ def served_weights(
     layers = int(file.number("block_count") or 0)
     weights: dict[str, Callable[[], ServedWeight]] = {}
     used: set[str] = set()
-    for name, parameter in _parameters(module):
+    for name, parameter in module.named_parameters(remove_duplicate=False):
         rule, stored = stored_names(name, table, file.architecture, layers)
         missing = [one for one in stored if one not in file.tensors]
         tied = bool(missing) and len(stored) == 1 and _TIED.get(stored[0], "") in file.tensors
@@ -48,11 +48,6 @@ def served_weights(
         else:
             weights[name] = partial(_weight, file, stored, rule, parameter, tied=tied)
     return Unread(weights), [name for name in file.tensors if name not in used]
-
-
-def _parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters, those that are tied by each of their names."""
-    yield from module.named_parameters(remove_duplicate=False)
 
 
 @functools.lru_cache(maxsize=8)

@@ -72,7 +72,9 @@ class Recorder:
         self._facts = facts
         if facts.get("graph"):
             graph = importlib.import_module("glassengine_vllm_graph")
-            graph.root[0] = compiled_name(model)
+            # vLLM compiles the first module that is wrapped for it.
+            wrapped = (name for name, module in model.named_modules() if name and hasattr(module, "do_not_compile"))
+            graph.root[0] = next(wrapped, "model")
             graph.watchers[:] = [self._named]
         if facts.get("compiled") or facts.get("graph"):
             return
@@ -186,12 +188,6 @@ def requests_of(runner: Any) -> list[dict[str, Any]]:
             }
         )
     return found
-
-
-def compiled_name(model: nn.Module) -> str:
-    """Return the name of the module that vLLM compiles: the first that is wrapped for it."""
-    found = (name for name, module in model.named_modules() if name and hasattr(module, "do_not_compile"))
-    return next(found, "model")
 
 
 _recorders: dict[int, Recorder] = {}

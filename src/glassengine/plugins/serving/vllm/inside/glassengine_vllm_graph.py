@@ -76,7 +76,8 @@ def named(module: GraphModule) -> dict[Node, list[tuple[str, Node]]]:
     """Return what is handed over when a node has run: names, and the nodes whose values have them."""
     by_node: dict[Node, list[tuple[str, Node]]] = {}
     inside = _by_module(module)
-    for path, nodes in _nodes_outside(inside).items():
+    for path, of_path in inside.items():
+        nodes = [node for node in of_path if path_of(node) == path]  # of no module inside of it
         own = set(nodes)
         is_inside = _INSIDE.search(path) is not None
         whole = set(inside[path])
@@ -113,11 +114,6 @@ def _by_module(module: GraphModule) -> dict[str, list[Node]]:
             by_module.setdefault(path, []).append(node)
             path = path.rpartition(".")[0]
     return by_module
-
-
-def _nodes_outside(inside: dict[str, list[Node]]) -> dict[str, list[Node]]:
-    """Return of these the nodes that are of no module inside of it."""
-    return {path: [node for node in nodes if path_of(node) == path] for path, nodes in inside.items()}
 
 
 def kernel_of(node: Node) -> str | None:
