@@ -44,12 +44,6 @@ def _known(name: str) -> Callable[[], nn.Module]:
     return lambda: models.CAUSAL_LMS[name](vocab_size=VOCAB_SIZE)
 
 
-def _recurrent(name: str, **changes: Any) -> Callable[[], nn.Module]:
-    return _made(
-        f"{name}ForCausalLM", f"{name}Config", {**_TOKENS, "hidden_size": 64, "num_hidden_layers": 2, **changes}
-    )
-
-
 _QWEN2_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
@@ -63,7 +57,11 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "mixtral": _known("mixtral"),
     "qwen2-moe": _decoder("Qwen2Moe", **_QWEN2_MOE, shared_expert_intermediate_size=64),
     "qwen3-moe": _decoder("Qwen3Moe", **_QWEN2_MOE, head_dim=16),
-    "mamba": _recurrent("Mamba", state_size=8),
+    "mamba": _made(
+        "MambaForCausalLM",
+        "MambaConfig",
+        {**_TOKENS, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
+    ),
     "bert": _made(
         "BertModel", "BertConfig", {**models.ENCODER, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 64}
     ),
