@@ -313,7 +313,8 @@ class KnownTokens:
                     expected="the inputs that it was made from; padding has an attention_mask of 0",
                     hint="leave out --inputs: the recording has its prompts",
                 )
-            at = _behind(rows, at)
+            behind = [place + len(tokens) for place, tokens in zip(at, rows, strict=False)]
+            at = [*behind, *at[len(behind) :]]
             num = self._num_until(prompts[number + 1] if number + 1 < len(prompts) else None, len(rows), at)
             made = [self._rows[row][at[row] : at[row] + num] for row in range(len(rows))]
             found.append(torch.tensor(made, dtype=torch.int64).view(len(rows), num))
@@ -354,8 +355,3 @@ def _prompts(batch: Mapping[str, Any]) -> Rows:
     ids = torch.as_tensor(batch["input_ids"])
     mask = torch.as_tensor(batch.get("attention_mask", torch.ones_like(ids))).bool()
     return [[int(token) for token in row[valid]] for row, valid in zip(ids, mask, strict=True)]
-
-
-def _behind(prompts: Rows, at: Sequence[int]) -> list[int]:
-    rows = [place + len(tokens) for place, tokens in zip(at, prompts, strict=False)]
-    return [*rows, *at[len(rows) :]]

@@ -138,19 +138,16 @@ def command(
         return 0
     with stages(_SHARES) as progress:
         engine = glass.build(model, directory, overwrite=overwrite, progress=progress, **options)
-    proof = _proof(engine, inputs) if batch_invariant else None
+    proof = None
+    if batch_invariant:
+        with progress_bar(f"running random batches of {engine.manifest.name}"):
+            proof = commands.prove_batch_invariant(engine.directory, inputs)
     manifest = engine.manifest
     where = Path(artifacts) if artifacts is not None else environment.debug_artifacts_dir()
     document = {"directory": str(engine.directory), **manifest.to_dict()}
     document |= {} if proof is None else {"batch_invariance": proof.to_dict()}
     answer(lambda: document, lambda: _print_engine(engine, where, proof))
     return 0 if proof is None or proof.ok else 1
-
-
-def _proof(engine: glass.Engine, inputs: str | None) -> BatchProof:
-    """Return the proof that rows do not depend on the rest of their batch."""
-    with progress_bar(f"running random batches of {engine.manifest.name}"):
-        return commands.prove_batch_invariant(engine.directory, inputs)
 
 
 def _print_plan(plan: Any) -> None:

@@ -141,7 +141,8 @@ def _print_tree(opened: Any, rows: list[Any], left_out: list[Any], *, num_steps:
     num_shards = sum(entry.sharding is not None for entry, _ in rows)
     if num_shards:
         out.print(f"{num_shards} shards of distributed tensors; what the whole of each is, with PATTERN or --json")
-    for reason, count in _unseen(opened.metadata.get("not_seen")).items():
+    unseen = opened.metadata.get("not_seen")
+    for reason, count in Counter(map(str, unseen.values() if isinstance(unseen, dict) else ())).items():
         out.print(f"{count} module{'' if count == 1 else 's'} not seen: {printable(reason)}")
     if not settings.quiet and len(opened.steps) > num_steps:
         err.print(f"{num_steps} of {len(opened.steps)} steps; others with --step, all of one site with PATTERN")
@@ -172,10 +173,6 @@ def _as_shown(tensor: Any) -> Any:
 def _modules(known: Any) -> dict[str, str]:
     items = known.items() if isinstance(known, dict) else ()
     return {printable(str(path)): printable(str(name)) for path, name in items}
-
-
-def _unseen(known: Any) -> Counter[str]:
-    return Counter(map(str, known.values())) if isinstance(known, dict) else Counter()
 
 
 def _document(opened: Any, rows: list[Any], left_out: list[Any]) -> dict[str, Any]:

@@ -327,7 +327,9 @@ class _BothSides:
             return
         found = self._steps.conclusion()
         if self._on_difference is None:
-            raise AssertionError(_words(found))
+            first = found.first_divergence
+            where = [] if first is None else [f"first divergence: step {first.step}, {first.site}"]
+            raise AssertionError("\n".join([f"NOT OK: {found.not_ok_because}", *where, found.notes[-1]]))
         self._on_difference(found)
 
 
@@ -365,9 +367,3 @@ class _StepsInMemory:
                 hint="call both modules in turn",
             )
         self._both.compare()
-
-
-def _words(found: Comparison) -> str:
-    first = found.first_divergence
-    where = [] if first is None else [f"first divergence: step {first.step}, {first.site}"]
-    return "\n".join([f"NOT OK: {found.not_ok_because}", *where, found.notes[-1]])

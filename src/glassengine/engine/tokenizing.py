@@ -62,7 +62,12 @@ def bounded(
         CorruptError: It raised, or took too much time or memory.
     """
     if resource is None or sys.platform == "darwin":
-        return _called(render, what)
+        try:
+            return render()
+        except BaseException as error:  # compiled code may fail with something other than an `Exception`
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise CorruptError(f"{what} failed", got=f"{type(error).__name__}: {error}"[:4000]) from error
     memory = MOST_MEMORY if memory is None else memory
     seconds = MOST_SECONDS if seconds is None else seconds
     reader, writer = os.pipe()
@@ -83,16 +88,6 @@ def bounded(
     if answer[:1] == _ENDED:
         return text
     raise CorruptError(f"{what} failed", got=text or "its process ended: too much memory, or a crash")
-
-
-def _called(render: Callable[[], str], what: str) -> str:
-    """Return its result, here; compiled code may fail with something other than an `Exception`."""
-    try:
-        return render()
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise CorruptError(f"{what} failed", got=f"{type(error).__name__}: {error}"[:4000]) from error
 
 
 def _render(render: Callable[[], str], reader: int, writer: int, bounds: tuple[int, float], *, quiet: bool) -> None:

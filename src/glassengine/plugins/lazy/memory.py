@@ -115,10 +115,6 @@ def _arguments(view: MemoryView) -> dict[str, Any]:
     return arguments
 
 
-def _reshaped(view: MemoryView, written: LazyValue, apply: Apply) -> LazyValue:
-    return apply(aten.reshape.default, written, list(view.parent.spec.shape))
-
-
 def _transposed(view: MemoryView, written: LazyValue, apply: Apply) -> LazyValue:
     if view.operation.target is aten.t.default:
         return apply(aten.t.default, written)
@@ -159,10 +155,6 @@ def _split(view: MemoryView, written: LazyValue, apply: Apply) -> LazyValue:
     return apply(aten.slice_scatter.default, view.parent.get(), written, dim, start, end, 1)
 
 
-def _other_dtype(view: MemoryView, written: LazyValue, apply: Apply) -> LazyValue:
-    return apply(aten.view.dtype, written, view.parent.spec.dtype)
-
-
 def _by(inverse: OpOverload) -> Callable[[MemoryView, LazyValue, Apply], LazyValue]:
     return lambda view, written, apply: apply(inverse, written)
 
@@ -173,7 +165,7 @@ _INVERSES: dict[OpOverload, Callable[[MemoryView, LazyValue, Apply], LazyValue]]
             aten.view.default, aten._reshape_alias.default, aten.unsqueeze.default, aten.squeeze.default,
             aten.squeeze.dim, aten.squeeze.dims,
         ),
-        _reshaped,
+        lambda view, written, apply: apply(aten.reshape.default, written, list(view.parent.spec.shape)),
     ),
     **dict.fromkeys((aten.t.default, aten.transpose.int), _transposed),
     **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _split),
@@ -182,7 +174,7 @@ _INVERSES: dict[OpOverload, Callable[[MemoryView, LazyValue, Apply], LazyValue]]
     aten.unbind.int: _unbound,
     aten.slice.Tensor: _sliced,
     aten.diagonal.default: _diagonal,
-    aten.view.dtype: _other_dtype,
+    aten.view.dtype: lambda view, written, apply: apply(aten.view.dtype, written, view.parent.spec.dtype),
     aten.view_as_real.default: _by(aten.view_as_complex.default),
     aten.view_as_complex.default: _by(aten.view_as_real.default),
     aten._conj_physical.default: _by(aten._conj_physical.default),

@@ -281,10 +281,6 @@ def _permuted(node: Node, axis: int) -> int:
     return [_axis(a, rank) for a in args_of(node)[1]].index(axis)
 
 
-def _unsqueezed(node: Node, axis: int) -> int:
-    return axis + (_axis(args_of(node)[1], len(shape_of(node))) <= axis)
-
-
 def _fewer(node: Node, axis: int) -> int | None:
     """Axis after the axes of one argument have gone."""
     given: Any = args_of(node)[1]
@@ -381,7 +377,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(["bmm", "matmul"], _batched),
     **dict.fromkeys(["split", "split_with_sizes"], _split),
     "permute": _kept(out_axis=_permuted),
-    "unsqueeze": _kept(out_axis=_unsqueezed),
+    "unsqueeze": _kept(out_axis=lambda node, axis: axis + (_axis(args_of(node)[1], len(shape_of(node))) <= axis)),
     "squeeze": _kept("dim", out_axis=_fewer),
     "select": _kept("dim", out_axis=_fewer),
     "linear": _linear,
