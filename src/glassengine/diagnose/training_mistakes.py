@@ -80,7 +80,11 @@ def explained(
 
     def as_hint(one: Divergence) -> Divergence:
         begin = begins.get(id(one))
-        return one if begin is None else replace(one, hints=tuple(_of_backward(hint, begin) for hint in one.hints))
+        if begin is None:
+            return one
+        where = f"in the gradient of {done_by(begin)}"  # no op of the forward is another one
+        hints = (replace(hint, text=f"{where}: {hint.text}", proven=False, line=None) for hint in one.hints)
+        return replace(one, hints=tuple(hints))
 
     return [as_hint(one) for one in found]
 
@@ -113,11 +117,6 @@ def _named(
     source = _line(program, reader)
     there = found.candidate_source if pair is None else pair.candidate.source
     return replace(found, source=source or found.source, candidate_source=there, hints=(hint,))
-
-
-def _of_backward(hint: Hint, begin: Node) -> Hint:
-    """Return a hint that says of which gradient it is: no op of the forward is another one."""
-    return replace(hint, text=f"in the gradient of {done_by(begin)}: {hint.text}", proven=False, line=None)
 
 
 def _mistake(

@@ -439,11 +439,8 @@ def _lists(record: Record) -> Iterator[Sample]:
     for row, (prompt, response, logprobs, mask) in enumerate(
         _each(record, "prompt_ids", "response_ids", "logprobs", "mask")
     ):
-        yield sample(prompt, response, logprobs, mask, routes=_routes(_row(record.get("routes"), row)))
-
-
-def _row(value: Any, row: int) -> Any:
-    return None if value is None else value[row]
+        routes = record.get("routes")
+        yield sample(prompt, response, logprobs, mask, routes=_routes(None if routes is None else routes[row]))
 
 
 def _arrays(record: Record) -> Iterator[Sample]:

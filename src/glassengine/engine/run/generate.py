@@ -225,7 +225,8 @@ def read_settings(
     base = _given(given, names)
     for name in settings:
         _require_known(name, names)
-    asked = {**(_differences(base, names) if base is not None else {}), **settings}
+    given_there = {name: value for name in names if (value := getattr(base, name, None)) is not None}
+    asked = {**given_there, **settings}
     for name in sorted(asked.keys() & _NOT_OURS.keys()):
         raise UsageError(
             f"{name!r} is a setting of how transformers runs a model", got=f"{name}={asked[name]!r}",
@@ -287,10 +288,6 @@ def _require_known(name: str, names: set[str]) -> None:
         raise UnknownNameError(
             "generation setting", name, sorted(names), hint="a field of transformers.GenerationConfig"
         )
-
-
-def _differences(config: Any, names: set[str]) -> dict[str, Any]:
-    return {name: value for name in names if (value := getattr(config, name, None)) is not None}
 
 
 @contextlib.contextmanager

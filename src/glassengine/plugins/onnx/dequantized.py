@@ -59,16 +59,15 @@ class _Twin:
             self._take(node, returned)
         if self._products:
             raise _unknown(next(iter(self._products.values())))
-        read = {name for node in self._nodes for name in node.input} | {n for g in self._inner() for n in g}
+        read = {name for node in self._nodes for name in node.input}
+        inner = (entry.g for node in self._nodes for entry in node.attribute if entry.HasField("g"))
+        read |= {name for graph in inner for name in free_names(graph)}
         graph = helper.make_graph(self._nodes, source.graph.name or "graph", source.graph.input, source.graph.output)
         for name, tensor in {**self._file.weights(), **self._held}.items():
             if name in read and name not in {made for node in self._nodes for made in node.output}:
                 plain = tensor.float() if tensor.dtype is torch.bfloat16 else tensor
                 graph.initializer.append(numpy_helper.from_array(plain.contiguous().numpy(), name))
         return helper.make_model(graph, opset_imports=list(source.opset_import), ir_version=max(4, source.ir_version))
-
-    def _inner(self) -> list[list[str]]:
-        return [free_names(entry.g) for node in self._nodes for entry in node.attribute if entry.HasField("g")]
 
     def _take(self, node: onnx.NodeProto, returned: set[str]) -> None:
         kind, inputs = node.op_type, list(node.input)

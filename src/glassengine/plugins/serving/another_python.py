@@ -63,7 +63,12 @@ def check_against(request: CheckRequest, python: str) -> Comparison:
     theirs = about["environment"]
     known = theirs["versions"]
     versions = ", ".join(f"{name} {known[name]}" for name in ("torch", "transformers") if name in known)
-    sides = {"baseline": {**environment.describe(), **_own_settings()}, "candidate": theirs}
+    own = {
+        "num_threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
+    sides = {"baseline": {**environment.describe(), **own}, "candidate": theirs}
     notes = [] if result.ok else [f"the environments differ: {'; '.join(differences(sides)) or 'in nothing recorded'}"]
     return replace(
         result,
@@ -72,14 +77,6 @@ def check_against(request: CheckRequest, python: str) -> Comparison:
         environment=sides,
         notes=(*notes, *result.notes),
     )
-
-
-def _own_settings() -> dict[str, Any]:
-    return {
-        "num_threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-    }
 
 
 def _run(
