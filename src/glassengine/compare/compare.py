@@ -272,6 +272,7 @@ def _concluded(
         candidate_environment=environment_of(right),
         inside=verdict,
         inside_reason=f"{num_bad} of {len(pairs)} tensors {'is' if num_bad == 1 else 'are'} {policy.fail_on}{worse}",
+        # A budget is for the results; where none was recorded, for the last row.
         over=over_budget([row for row in drift if row.kind == "result"] or drift[-1:], policy.min_snr),
         left=not_compared(pairs, lost, show_only if verdicts.stopped_at is None else ()),
         first_divergence=divergence,

@@ -209,6 +209,7 @@ class SnapshotWriter:
             "output_names": list(known),
             "outputs": outputs,
             "rng": {entry.name: entry.to_dict() for entry in rng},
+            # What changes results from one process to another, besides versions and processor.
             "settings": {
                 "num_threads": torch.get_num_threads(),
                 "float32_matmul_precision": torch.get_float32_matmul_precision(),
