@@ -51,7 +51,7 @@ BILLION = SMALL | {
     "vocab_size": 128256,
     "tie_word_embeddings": True,
 }
-MODELS = {"small": (SMALL, "float32"), "1b": (BILLION, "bfloat16")}
+MODELS = {"small": (SMALL, "float32"), "1b": (BILLION, "bfloat16"), "1b_float32": (BILLION, "float32")}
 CASES = ((1, 16), (8, 16), (1, 512), (8, 512))
 NEW_TOKENS = 24
 ROUNDS = 5
@@ -72,7 +72,7 @@ class Results:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    """Measure one model in all cases, and write results/decode.txt, decode_1b.txt or decode_2_threads.txt."""
+    """Measure one model in all cases, and write a file such as results/decode.txt or decode_1b_2_threads.txt."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks decode", description=__doc__)
     parser.add_argument("model", nargs="?", default="small", choices=MODELS)
     parser.add_argument("--backends", nargs="*", default=BACKENDS)
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] = ()) -> None:
 def _name(options: argparse.Namespace) -> str:
     """Return the name of the file of results."""
     model = "" if options.model == "small" else f"_{options.model}"
-    return f"decode{model}" + ("" if options.threads == THREADS else f"_{options.threads}_threads")
+    return f"decode{model}" + ("" if options.threads == 1 else f"_{options.threads}_threads")
 
 
 def _case(text: str) -> tuple[int, int]:

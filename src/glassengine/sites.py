@@ -35,6 +35,11 @@ def parts_of_line(source: str | None) -> tuple[str, int, str] | None:
     return None if found is None else (found[1], int(found[2]), found[3])
 
 
+def code_of_line(source: str | None) -> str:
+    """Return the code of the source of a site; "" where it names no line."""
+    return (parts_of_line(source) or ("", 0, ""))[2]
+
+
 @dataclass(frozen=True)
 class Site:
     """One named tensor of a program.

@@ -36,7 +36,12 @@ FENCE = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 # What torch says of the machine when its build has CUDA and the machine has not, and what a busy machine makes us say.
-OF_THE_MACHINE = re.compile(r"^(?:W\d{4} .*\] No CUDA runtime is found, .*|still .*, \d+ s \.\.\.)\n", re.MULTILINE)
+# A copy of a process that has loaded Triton tells of leaks at its end (nanobind).
+OF_THE_MACHINE = re.compile(
+    r"^(?:W\d{4} .*\] No CUDA runtime is found, .*|still .*, \d+ s \.\.\.|nanobind: .*| - (?:leaked |\.\.\. skipped).*"
+    r"|See https://nanobind\S*)(?:\n|\Z)",
+    re.MULTILINE,
+)
 # A script alone, with its output in files, or in front of a pipe.
 SCRIPT = re.compile(r"(?:\w+=\S* )*python (?P<script>[^|>&;]*?)(?P<files>(?: 2?> ?\S+)*)(?: \| (?P<rest>[^&;]*))?$")
 NUMBER = re.compile(r"(?<![\w./])-?\d[\d,.]*(?:e[+-]?\d+)?(?!\w)%?")

@@ -431,7 +431,7 @@ PAIRS = [
             "bias": Mistake(["cross/add.0"], ["bias", "missing", "not added"]),
             "transposed": Mistake(["cross/matmul.*"], ["transpos"]),
             "residual": Mistake(["cross/add.*"], ["instead of"]),
-            "order": Mistake(["over/*", "./cat.1"], ["order", "concat", "columns", "permut", "rolled"]),
+            "order": Mistake(["over/*", "./cat.1"], ["order", "parts 0 and 1 of cat are exchanged"]),
         },
     ),
     Pair(
@@ -444,7 +444,7 @@ PAIRS = [
             "length": LENGTHS,
         },
         {
-            "padding": Mistake(["attention/masked_fill.0", "attention/ge.0", "attention/div.0"], ["le,", "mask"]),
+            "padding": Mistake(["attention/masked_fill.0", "attention/ge.0", "attention/div.0"], ["a position sees"]),
             "difference": Mistake(["attention/sub.0"], ["sign", "exchanged", "order", "negat"]),
             "normalized": Mistake(
                 ["attention/softmax.0", "attention/masked_fill.0"], ["softmax", "missing", "skipped", "not applied"]

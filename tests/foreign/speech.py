@@ -454,7 +454,7 @@ PAIRS = [
             "scale": Mistake(["own.encoder.layers.0.attention/*"], ["scale", "is missing", "div", "mul"]),
             "padding": Mistake(["own.encoder.layers.0.feed_forward*"], ["pad"]),
             "residual": Mistake(
-                ["own.encoder.layers.0/add.1", "own.encoder.layers.0.dropout@1/*"], ["the candidate layer_norm"]
+                ["own.encoder.layers.0/add.1", "own.encoder.layers.0.dropout@1/*"], ["is not added to dropout"]
             ),
             "embedding": Mistake(["own/mul.0"], ["is missing", "4.89898"]),
         },
@@ -470,7 +470,7 @@ PAIRS = [
             "trim": Mistake(["decoder.layers.3*"], ["start", "end", "moved"]),
             "skip": Mistake(["encoder.layers.7*"], ["not added", "is missing"]),
             "gates": Mistake(["encoder.layers.7*"], ["blocks of"]),
-            "farthest": Mistake(["./max.0", "./embedding.0"], ["max in the baseline, min"]),
+            "farthest": Mistake(["./max.0", "./embedding.0"], ["min instead of max"]),
             "elu": Mistake(["encoder.layers.1.block.0/*"], ["alpha"]),
             "gain": Mistake(["decoder.layers.0*"], ["original0", "weight_g"]),
         },

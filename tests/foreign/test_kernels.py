@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor
 import glassengine as glass
 
 pytestmark = pytest.mark.slow
-os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, which torch may do
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

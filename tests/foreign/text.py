@@ -171,7 +171,7 @@ PAIRS = [
         {"input_ids": torch.randint(0, 40, (2, 11), generator=G)},
         {
             # The same as one product of both whose parts are in the other order.
-            "gate": Mistake(["model.layers.0.mlp*"], ["up_proj.weight instead of gate_proj.weight"]),
+            "gate": Mistake(["model.layers.0.mlp*"], ["silu is on the other factor"]),
             "half": Mistake(
                 ["model.layers.0.self_attn/*"], ["sign", "subtracted"], "a rotation the other way round has no hint"
             ),

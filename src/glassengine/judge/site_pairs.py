@@ -402,10 +402,15 @@ def done_later(node: Node, there: Node, counterparts: Mapping[str, str]) -> Node
 
 
 def done_earlier(node: Node, there: Node, counterparts: Mapping[str, str]) -> Node | None:
-    """Return the candidate's op above `there`, the counterpart of `node`, that does the same with other operands."""
-    own = {_name_there(source, counterparts) for source in node.all_input_nodes}
-    ops = _unpaired(node, up(there, _SOON), counterparts) if there.target is not node.target else ()
-    return next((op for op in ops if 0 < len(own & {source.name for source in op.all_input_nodes}) < len(own)), None)
+    """Return the candidate's op above `there`, the counterpart of `node`, that does the same earlier in the stream."""
+    own = {source: _name_there(source, counterparts) for source in node.all_input_nodes}
+    for op in _unpaired(node, up(there, _SOON), counterparts) if there.target is not node.target else ():
+        sources = {source.name for source in op.all_input_nodes}
+        later = [source for source, name in own.items() if name not in sources]
+        above = {counterparts.get(one.name, one.name) for source in later for one in ancestors(source)}
+        if 0 < len(later) < len(own) and sources - set(own.values()) <= above:
+            return op
+    return None
 
 
 def _name_there(node: Node, counterparts: Mapping[str, str], depth: int = _SOON) -> str:

@@ -883,3 +883,31 @@ def test_the_line_of_an_op_that_is_done_once_more_is_named_though_both_sides_hav
     assert first is not None and first.hints[0].text == "gelu of view.0 in the candidate, none in the baseline", first
     assert (first.candidate_source or "").endswith("x = nn.functional.gelu(x)"), first
     assert "reshape" not in next_step(found, ["check"])
+
+
+class Trimmed(nn.Module):
+    """Leaves out the last row, then the first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        x = x[:-1]
+        x = x.tanh()
+        x = x[1:]
+        return x.exp()
+
+
+class TrimmedTwice(nn.Module):
+    """Leaves out the last row each time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        x = x[:-1]
+        x = x.tanh()
+        x = x[:-1]
+        return x.exp()
+
+
+def test_the_line_of_an_op_with_another_number_is_named_though_both_sides_have_it() -> None:
+    first = check(Trimmed(), candidate=TrimmedTwice(), inputs={"x": torch.randn(6, 8)}).first_divergence
+    assert first is not None and "start of slice: 1 in the baseline" in first.hints[0].text, first
+    assert (first.candidate_source or "").endswith("x = x[:-1]"), first

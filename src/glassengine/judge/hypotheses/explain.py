@@ -192,7 +192,8 @@ def _explained(
         if near is not None and distance < _NEAR * question.of_right < math.inf:
             near.append((distance / question.of_right, hypothesis))
         return None
-    if hypothesis.lost is not None and question.is_still_computed(hypothesis.lost):
+    lost = hypothesis.lost
+    if lost is not None and lost not in hypothesis.edits and question.is_still_computed(lost):
         return None
     change = change_of(question, hypothesis)
     text = hypothesis.text if change.origin is None else f"{hypothesis.text} ({change.origin})"

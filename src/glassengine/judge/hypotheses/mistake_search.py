@@ -39,7 +39,7 @@ from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name, source_line
 from glassengine.program.representation.program import Program
 from glassengine.results import Hint
-from glassengine.sites import parts_of_line
+from glassengine.sites import code_of_line
 
 _USER = "user."
 _OF_MISSING = frozenset({"activation", "bias missing", "mask", "other", "scale"})
@@ -248,14 +248,14 @@ class MistakeSearch:
         """Module of the candidate -> lines of its ops, without their places."""
         found: dict[str, set[str]] = defaultdict(set)
         for site in () if self.candidate is None else self.candidate.sites:
-            found[site.name.rpartition("/")[0]].add(_code(site.source))
+            found[site.name.rpartition("/")[0]].add(code_of_line(site.source))
         return dict(found)
 
     def _unlike(self, names: Iterable[str]) -> bool:
         """Whether the same module of the candidate lacks the line of one of some ops of the baseline, word for word."""
         lines = self._their_lines
         codes = (
-            (_code(source_line(self._nodes[name])), self._site(name).rpartition("/")[0])
+            (code_of_line(source_line(self._nodes[name])), self._site(name).rpartition("/")[0])
             for name in names
             if name in self._nodes
         )
@@ -482,10 +482,6 @@ class MistakeSearch:
         for name in sorted(places, key=lambda n: abs(places[n] - here)):
             if name in first or order.get(name, here) < here:
                 yield name, self._known[name]
-
-
-def _code(line: str | None) -> str:
-    return (parts_of_line(line) or ("", 0, ""))[2]
 
 
 def is_still_computed(node: Node, program: Program, candidate: Program | None) -> bool:

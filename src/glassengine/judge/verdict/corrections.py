@@ -39,7 +39,7 @@ from glassengine.judge.verdict.statements import ALIKE, statements_apart
 from glassengine.program.representation.naming import depth_of, line_beside, source_line
 from glassengine.program.representation.program import Program
 from glassengine.results import Altered, Divergence, Findings, Hint
-from glassengine.sites import Site, parts_of_line
+from glassengine.sites import Site, code_of_line, parts_of_line
 
 _OF_AXES = frozenset({"dims", "dim"})
 _OF_PLACES = frozenset({"index", "start", "end", "step", "length"})
@@ -106,7 +106,7 @@ def _frames(node: Node) -> list[str]:
 
 def _parting(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, str] | None:
     """Return the first lines of two lists that are written otherwise."""
-    return next((two for two in zip(ours, theirs, strict=False) if _code(two[0]) != _code(two[1])), None)
+    return next((two for two in zip(ours, theirs, strict=False) if code_of_line(two[0]) != code_of_line(two[1])), None)
 
 
 def is_beside(
@@ -115,7 +115,10 @@ def is_beside(
     """Whether a line stands in both sides, and makes or reads a tensor that lacks what a mistake is about."""
     own, there = baseline.node(divergence.node or ""), program.node(counterparts[divergence.node or ""])
     is_of_source = there.name in {counterparts.get(source.name) for source in own.all_input_nodes}
-    is_near = passes_on(there) or is_of_source or _code(source_line(own)) == _code(line)
+    change = divergence.hints[0].change if divergence.hints else None
+    if change is not None and own.target is there.target and [*map(_end, change.ops)] == [_end(divergence.site)]:
+        return False  # both have the op that is another
+    is_near = passes_on(there) or is_of_source or code_of_line(source_line(own)) == code_of_line(line)
     return is_near and is_of_both(baseline, line)
 
 
@@ -136,12 +139,12 @@ def lines_that_differ(
         callers = _parting(_frames(own), _frames(later)) if is_of_both(baseline, beside[1]) else None
         return callers or (None if beside[1] is None else (beside[0], beside[1]))
     ours, theirs = _frames(own), _frames(there)
-    return _parting(ours, theirs) if [*map(_code, ours[:1])] == [*map(_code, theirs[:1])] else None
+    return _parting(ours, theirs) if [*map(code_of_line, ours[:1])] == [*map(code_of_line, theirs[:1])] else None
 
 
 def is_of_both(baseline: Program, line: str | None) -> bool:
     """Whether a line of the candidate stands in the baseline word for word: what is wrong is another one, if any is."""
-    return _code(line) in _lines(baseline, "").values()
+    return code_of_line(line) in _lines(baseline, "").values()
 
 
 def line_replaced(baseline: Program, program: Program | None, ours: str | None, theirs: str) -> str | None:
@@ -164,7 +167,11 @@ def lines_of_region(
         return None
     ends = baseline.node(divergence.node or ""), program.node(there)
     lines = [source_line(end) for end in ends]
-    if _code(lines[0]) != _code(lines[1]) and divergence.source == lines[0] and not is_of_both(baseline, lines[1]):
+    if (
+        code_of_line(lines[0]) != code_of_line(lines[1])
+        and divergence.source == lines[0]
+        and not is_of_both(baseline, lines[1])
+    ):
         return None
     both = []
     for end, known in zip(ends, (counterparts, set(counterparts.values())), strict=True):
@@ -185,7 +192,7 @@ def _changed(baseline: Program, program: Program, node: Node) -> str | None:
     module = site.name.rpartition("/")[0] if (site := _site(baseline, node)) else ""
     every = [{one: _lines(program, one) for one in ("", module)} for program in (baseline, program)]
     ours, theirs = (lines[module if all(one[module] for one in every) else ""] for lines in every)
-    code, known = _code(source_line(node)), set(ours.values())
+    code, known = code_of_line(source_line(node)), set(ours.values())
     ratios = {
         source: SequenceMatcher(None, code, other).ratio() for source, other in theirs.items() if other not in known
     }
@@ -193,8 +200,8 @@ def _changed(baseline: Program, program: Program, node: Node) -> str | None:
     return best if code not in theirs.values() and best is not None and ratios[best] >= ALIKE else None
 
 
-def _code(line: str | None) -> str:
-    return (parts_of_line(line) or ("", 0, ""))[2]
+def _end(site: str) -> str:
+    return site.rpartition("/")[2]
 
 
 def _lines(program: Program, module: str) -> dict[str | None, str]:
@@ -256,7 +263,7 @@ def with_lines(divergence: Divergence) -> Divergence:
         if not hint.proven or hint.change is None:
             return hint
         # The line is that of the op that was flagged: of another op of its region, a call in it is not the one.
-        own = [op.rpartition("/")[2] for op in hint.change.ops] == [divergence.site.rpartition("/")[2]]
+        own = [*map(_end, hint.change.ops)] == [_end(divergence.site)]
         line = corrected(source[2], hint.change, is_own=own)
         return hint if line is None else replace(hint, line=line)
 

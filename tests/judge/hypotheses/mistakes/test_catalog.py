@@ -606,6 +606,21 @@ PLANTED = {
         "adaptive_max_pool2d",
         ("image",),
     ),
+    "scores cut off": Planted(
+        lambda x: x * 2,
+        lambda x: (x * 2).clamp(-0.5, 0.5),
+        lambda x: x + x,
+        "other",
+        "the result of mul is cut off below -0.5 and above 0.5",
+    ),
+    "fill of a mask": Planted(
+        lambda x, y: x.masked_fill(torch.ones(5, 16).triu(1).bool(), y.amin() - 9) / 4,
+        lambda x, y: torch.where(torch.ones(5, 16).triu(1).bool(), torch.zeros_like(x), x / 4),
+        lambda x, y: torch.where(torch.ones(5, 16).triu(1).bool(), (y.amin() - 9) / 4, x / 4),
+        "mask",
+        "what the mask hides is 0 in the candidate, -",
+        ("x", "y"),
+    ),
     "clamp missing": Planted(
         lambda x: x.clamp(-0.5, 0.5),
         lambda x: x.clone(),

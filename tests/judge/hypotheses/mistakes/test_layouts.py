@@ -226,3 +226,11 @@ def test_windows_are_of_rows_and_columns(is_split: bool) -> None:
 
     hint = told(right, wrong, {"x": drawn(2, 12, 15)})
     assert hint.proven and hint.text.endswith("in 2 places")
+
+
+def test_heads_that_are_joined_in_turn_are_not_called_rotated() -> None:
+    """What is added to them has the same shape, and is turned by nothing."""
+    in_turn = torch.arange(8).reshape(2, 4).T.reshape(-1)
+    given = {"heads": drawn(3, 5, 8), "x": drawn(3, 5, 8, seed=1)}
+    (hint,) = explain(asked(lambda heads, x: heads + x, lambda heads, x: heads[..., in_turn] + x, given))
+    assert hint.text == "heads: interleaved halves (axis 2)", hint

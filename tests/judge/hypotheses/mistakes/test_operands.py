@@ -54,6 +54,23 @@ def test_parts_of_other_sizes_are_put_together_in_the_other_order() -> None:
     assert (hint.kind, hint.text) == ("swapped", "parts 0 and 1 of cat are exchanged")
 
 
+def test_the_first_and_the_last_of_three_parts_are_exchanged() -> None:
+    given = {"a": drawn(2, 4), "b": drawn(2, 4, seed=1), "c": drawn(2, 8, seed=2)}
+    hint = told(lambda *parts: torch.cat(parts, 1), lambda *parts: torch.cat(parts[::-1], 1), given)
+    assert (hint.kind, hint.text) == ("swapped", "parts 0 and 2 of cat are exchanged")
+
+
+def test_or_instead_of_and_is_no_condition_that_is_missing() -> None:
+    """Where one condition holds everywhere, nothing is hidden, as if the mask were not read."""
+    given = {"x": drawn(4, 6), "a": drawn(4, 6, seed=1) > 0, "b": torch.ones(4, 6, dtype=torch.bool)}
+    hint = told(
+        lambda x, a, b: x.masked_fill(~(a & b), 0.0),
+        lambda x, a, b: x.masked_fill(~(a | b), 0.0),
+        given,
+    )
+    assert "and" in hint.text and "or" in hint.text.split("in the baseline")[-1], hint
+
+
 @pytest.mark.parametrize("is_stored", [True, False])
 def test_rows_of_a_table_that_are_not_added_are_a_bias(is_stored: bool) -> None:
     """Whatever comes in is added to as many rows as there are: only what is stored is a bias."""

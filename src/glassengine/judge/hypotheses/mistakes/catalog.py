@@ -69,6 +69,7 @@ _BY_SCORE: dict[float, tuple[Family, ...]] = {
         global_transforms.done_twice,
         precision.in_its_own_dtype,
         precision.coarser,
+        global_transforms.filled,
         global_transforms.cut_off,
         global_transforms.zeroed,
         global_transforms.dropped,
@@ -86,6 +87,7 @@ FAMILIES = tuple((score, family) for score, families in _BY_SCORE.items() for fa
 
 DESCRIBED: dict[Family, Set[str]] = {
     global_transforms.cut_off: {"clamp", "clamp_min", "clamp_max", "minimum", "maximum", "relu", "hardtanh", "relu6"},
+    global_transforms.filled: {*global_transforms.FILLING},
     global_transforms.dropped: {"dropout", "native_dropout", "bernoulli", "rand", "rand_like", "alpha_dropout"},
     global_transforms.zeroed: {
         "slice",

@@ -34,6 +34,7 @@ _MOST_DROPPED = 0.75
 _MOST_NAMES = 3
 _WRITES = ("index_copy", "index_put", "slice_scatter", "select_scatter", "scatter", "copy")
 """Ops that put new values beside old ones."""
+FILLING = ("masked_fill", "where")
 _APART = 16.0
 """Slices are wrong that are this many roundings away."""
 
@@ -173,12 +174,35 @@ def cut_off(question: Question) -> Iterator[Hypothesis]:
     # One number everywhere is nothing of the right values.
     for least, most in ((low, high), (None, high), (low, None)) if low != high else ():
         made = right.clamp(least, most)
-        if int((made != right).sum()) < 2:
+        beyond = (right - made).abs() > _APART * question.noise * made.abs()
+        below, above = right[beyond & (right < made)], right[beyond & (right > made)]
+        # One number is the fill of a mask, which nothing cuts off.
+        outside = torch.cat([below, above])
+        is_one_number = not len(outside) or bool(outside.min() == outside.max())
+        if is_one_number or (least is not None and not len(below)) or (most is not None and not len(above)):
             continue
         ends = (("below", least), ("above", most))
         said = " and ".join(f"{word} {value:.6g}" for word, value in ends if value is not None)
         what = "the result" if traits_of(end).kind == "reshape" else f"the result of {op_name(end)}"
         yield Hypothesis("other", f"{what} is cut off {said}", {end: made}, "clamp", (None, [least, most]))
+
+
+def filled(question: Question) -> Iterator[Hypothesis]:
+    """Yield: what a mask hides is filled with another number."""
+    right, actual, end = question.right, question.actual, question.trial.end
+    ops = [node for node in question.trial.ops if op_name(node) in FILLING]
+    if not ops or not _is_comparable(question, _LEAST, is_finite=False):
+        return
+    least = right.min()
+    hidden = right == least
+    if int(hidden.sum()) < 2 or bool(hidden.all()):
+        return
+    found = actual[hidden].max()
+    if bool(found == least) or bool(found != actual[hidden].min()):
+        return
+    text = f"what the mask hides is {float(found):.6g} in the candidate, {float(least):.6g} in the baseline"
+    changed = {end: right.masked_fill(hidden, float(found))}
+    yield Hypothesis("mask", text, changed, "value", (float(least), float(found)))
 
 
 def dropped(question: Question) -> Iterator[Hypothesis]:

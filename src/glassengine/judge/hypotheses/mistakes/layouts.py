@@ -15,7 +15,7 @@ from glassengine.judge.hypotheses.mistakes.tensor_roles import is_near_attention
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, called
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall
-from glassengine.judge.site_pairs import argument_names, passes_on, walk
+from glassengine.judge.site_pairs import ancestors, argument_names, down, passes_on, walk
 from glassengine.numerics.float64 import is_real
 from glassengine.numerics.orders import orders_of
 from glassengine.ops.traits import traits_of
@@ -187,13 +187,20 @@ def neighbors(question: Question) -> Iterator[Hypothesis]:
         }
         for source in [*trial.inputs, *trial.ops[: trial.ops.index(node)]]:
             given = trial.values[source]
-            if not is_real(given) or given.shape != made.shape:
+            if not is_real(given) or given.shape != made.shape or not _is_parted(question, source, node):
                 continue
             for text, places in orders.items():
                 order = places.reshape(-1)
                 changed = trial.changed_between(source, given[..., order], node)
                 if changed is not None and changed.shape == made.shape:
                     yield Hypothesis("position", text, {node: changed[..., torch.argsort(order)]})
+
+
+def _is_parted(question: Question, source: Node, node: Node) -> bool:
+    """Whether a node is made of parts of the last axis of a source: what is only added to it is not rotated."""
+    values, above = question.trial.values, {*ancestors(node)}
+    size = values[node].shape[-1]
+    return any(values[op].shape[-1:] != (size,) for op in down([source], above) if isinstance(values[op], torch.Tensor))
 
 
 def along_parts(question: Question) -> Iterator[Hypothesis]:

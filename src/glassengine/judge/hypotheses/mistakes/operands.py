@@ -54,6 +54,7 @@ _KINDS_OF_MISSING: dict[Kind, frozenset[str]] = {
     "transposed": frozenset({"permute", "transpose", "t"}),
 }
 """What is not there where the op is left out: of what writes, the new values; of what turns over, a factor."""
+_LOGIC = frozenset(f"{kind}{name}" for name in ("and", "or", "xor") for kind in ("__", "bitwise_", "logical_"))
 
 
 def exchanged(question: Question) -> Iterator[Hypothesis]:
@@ -82,11 +83,10 @@ def exchanged(question: Question) -> Iterator[Hypothesis]:
                 yield Hypothesis("swapped", text, {a: trial.values[b], b: trial.values[a]})
     for node in reversed(trial.ops):
         # A token before all others, what is kept before.
-        tensors = tensors_of(trial, node)
-        if len(tensors) == 2 and argument_names(node.target)[:1] == ["tensors"]:
-            a, b = (source for _, source in tensors)
-            if a is not b and trial.values[a].shape != trial.values[b].shape:
-                yield _exchanged(question, node, *tensors)
+        is_joined = argument_names(node.target)[:1] == ["tensors"]
+        for one, other in itertools.combinations(tensors_of(trial, node), 2) if is_joined else ():
+            if trial.values[one[1]].shape != trial.values[other[1]].shape:
+                yield _exchanged(question, node, one, other)
     for a, b in itertools.combinations(trial.inputs, 2):
         if _are_alike(trial.values[a], trial.values[b]):
             text = _exchanged_inputs(question, a, b)
@@ -158,7 +158,7 @@ def left_out(question: Question) -> Iterator[Hypothesis]:
                 done = _written(question.in_baseline(node))
                 text = f"{done_by(done)} is missing"
                 text += "" if first.shape == made.shape else f": {question.label(tensors[0][1])} is read as it is"
-                yield Hypothesis(_kind_of_missing(done), text, {node: found})
+                yield Hypothesis(_kind_of_missing(done), text, {node: found}, lost=node)
 
 
 def _written(node: Node) -> Node:
@@ -228,6 +228,10 @@ def _conditions(question: Question, node: Node, made: Tensor) -> Iterator[Hypoth
     """Yield: of an op that decides what is hidden, one of two conditions is missing, or it holds everywhere."""
     values, sources = question.trial.values, [source for _, source in tensors_of(question.trial, node)]
     lost: dict[Node, Tensor] = {}
+    both = question.trial.ops, question.theirs
+    own, theirs = ({op.target for op in ops if op_name(op).rstrip("_") in _LOGIC} for ops in both)
+    if node.target in own - theirs and theirs - own:
+        return  # the candidate has another one in its place
     if len(sources) == 2 and all(values[source].dtype is torch.bool for source in sources):
         lost = {source: values[kept].expand(made.shape) for source, kept in zip(sources, sources[::-1], strict=True)}
     elif op_name(node) in ("le", "lt", "ge", "gt"):
