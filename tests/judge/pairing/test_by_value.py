@@ -425,3 +425,22 @@ def test_an_op_that_is_done_once_more_for_nothing_is_no_counterpart() -> None:
     first = check(models[0], candidate=models[1], inputs={"input": torch.randn(2, 7, 8)}).first_divergence
     assert first is not None and first.hints[0].proven, first
     assert first.hints[0].text == "second/linear.0 in the baseline, second/linear.0 * 1.5 in the candidate"
+
+
+class Masked(nn.Module):
+    """Scores to which a mask of large numbers is added, or from which it is subtracted."""
+
+    def __init__(self, done: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.done = nn.Linear(8, 8), done
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(6, 6).triu(1) * -1e5
+        return self.done(self.query(x) @ x.transpose(1, 2), mask).softmax(-1) @ x
+
+
+def test_what_only_one_side_hides_is_read() -> None:
+    models = Masked(torch.add).eval(), Masked(torch.sub).eval()
+    first = check(models[0], candidate=models[1], inputs={"x": torch.randn(4, 6, 8)}).first_divergence
+    assert first is not None and first.site == "./add.0" and first.hints[0].proven, first
