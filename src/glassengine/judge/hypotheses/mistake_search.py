@@ -17,6 +17,7 @@ from torch.fx import Node
 from glassengine.judge.hypotheses.explain import MistakeExplanation, Rank, differences, explanation
 from glassengine.judge.hypotheses.inside import Inside, inside_of
 from glassengine.judge.hypotheses.mistakes.catalog import Family
+from glassengine.judge.hypotheses.mistakes.expressions import expressions
 from glassengine.judge.hypotheses.mistakes.operands import exchanged
 from glassengine.judge.hypotheses.trials.hypothesis import called, constants_of, of_weight, part_of, short, whole_of
 from glassengine.judge.hypotheses.trials.question import Question, TheirRegion, broadcasts_alike, in_its_dtype, noise_of
@@ -32,6 +33,7 @@ from glassengine.judge.site_pairs import (
     readers_of,
     region_of,
     up,
+    walk,
 )
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name, source_line
@@ -106,7 +108,12 @@ class MistakeSearch:
         lost = found.hypothesis.lost
         made_in = found.hypothesis.made_in
         self.place = self._place(question.trial, found.hypothesis.edits) if made_in is None else made_in.name
-        anew = names if lost is None else {*names, lost.name}
+        # What is above a value that is the candidate's own is not made anew.
+        is_own = found.family in (None, expressions)
+        given = [one for one, edit in found.hypothesis.edits.items() if is_own and isinstance(edit, Tensor)]
+        end = question.trial.end
+        made = {one.name for one in (end, *walk([end], lambda one: () if one in given else one.all_input_nodes))}
+        anew = names & made if lost is None else {*(names & made), lost.name}
         self.covered = {name for name in self.flagged if name in anew and name != node.name}
         return [self._of_product(node, self._in_place(node, found.hint, names))]
 
