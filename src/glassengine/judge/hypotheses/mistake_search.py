@@ -303,14 +303,15 @@ class MistakeSearch:
         theirs, others = self._theirs(node), self._other_values(node, trial)
         held = self._held(theirs)
         their_weights = {} if self.candidate is None else {n: self.candidate.weights()[own] for own, n in held.items()}
-        labels = {label: name for name, label in self._labels(node, others).items()}
+        own_labels = self._labels(node, (op.name for op in [*trial.inputs, *trial.ops]))
+        labels = {label: name for name, label in self._labels(node, others, own_labels).items()}
         full = {name: full.removeprefix(_USER) for name, full in program.weight_names().items()}
         found = Question(
             trial,
             actual.double() if actual.is_floating_point() else actual,
             None if valid is None or valid.shape != actual.shape else valid,
             noise_of(piece, right, actual),
-            labels=self._labels(node, (op.name for op in [*trial.inputs, *trial.ops])),
+            labels=own_labels,
             weights=frozenset(n.name for n in trial.inputs if n.name in program.weights()),
             others={label: others[name] for label, name in labels.items()},
             theirs=theirs,
@@ -407,11 +408,14 @@ class MistakeSearch:
         read = {source.name for op in theirs for source in op.all_input_nodes if source.name in weights}
         return {name: names.get(name, name).removeprefix(_USER) for name in sorted(read)}
 
-    def _labels(self, node: Node, names: Iterable[str]) -> dict[str, str]:
-        """Return what people call nodes: by what makes their values, where that is another one for each."""
+    def _labels(self, node: Node, names: Iterable[str], known: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Return what people call nodes: by what makes their values, where that is another one for each.
+
+        `known` are labels of other nodes.
+        """
         site = self._site(node.name)
         found = {name: self._maker(self._nodes[name], site) if name in self._nodes else name for name in names}
-        number = Counter(found.values())
+        number = Counter([*found.values(), *(label for name, label in (known or {}).items() if name not in found)])
         return {name: short(self._site(name), site) if number[label] > 1 else label for name, label in found.items()}
 
     def _maker(self, node: Node, site: str) -> str:
