@@ -126,6 +126,11 @@ class Divergence(Result):
         unit = "place" if len(modules) == 1 else "layer"
         return f"in every {unit} ({number})" if number == self.num_alike else f"in {number} of {self.num_alike} {unit}s"
 
+    @property
+    def name_of_all(self) -> str:
+        """What the names of its group have in common, without the line."""
+        return (self.group or self.site).partition(" in ")[0]
+
 
 @dataclass(frozen=True)
 class LevelResult(Result):
