@@ -105,8 +105,13 @@ def _frames(node: Node) -> list[str]:
 
 
 def _parting(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, str] | None:
-    """Return the first lines of two lists that are written otherwise."""
-    return next((two for two in zip(ours, theirs, strict=False) if code_of_line(two[0]) != code_of_line(two[1])), None)
+    """Return the first lines of two lists that are written otherwise, not those that one list has besides."""
+    here, there = ([code_of_line(line) for line in lines] for lines in (ours, theirs))
+    for tag, i, i_end, j, j_end in SequenceMatcher(None, here, there, autojunk=False).get_opcodes():
+        if tag == "replace":
+            is_one = i_end - i == j_end - j or SequenceMatcher(None, here[i], there[j]).ratio() >= ALIKE
+            return (ours[i], theirs[j]) if is_one else None
+    return None
 
 
 def is_beside(
