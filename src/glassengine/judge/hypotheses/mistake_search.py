@@ -28,6 +28,7 @@ from glassengine.judge.site_pairs import (
     done_earlier,
     done_later,
     down,
+    maker_of,
     origin_of,
     passed_on,
     readers_of,
@@ -35,7 +36,7 @@ from glassengine.judge.site_pairs import (
     up,
     walk,
 )
-from glassengine.ops.traits import traits_of
+from glassengine.ops.traits import named, traits_of
 from glassengine.program.representation.naming import op_name, source_line
 from glassengine.program.representation.program import Program
 from glassengine.results import Hint
@@ -135,21 +136,23 @@ class MistakeSearch:
         there, change = self.counterpart(node), hint.change
         if there is None or not hint.proven:
             return hint
-        name, written = op_name(node), set[Any]()
+        node = maker_of(node) or node
+        name, written = called(op_name(node)), set[Any]()
         if (later := done_later(node, there, self.counterparts)) is not None:
             if change is not None and change.argument == "activation" and change.baseline != name:
                 name, written = str(change.baseline), {self._nodes[one].target for one in names}  # of several ops
             others = [one for one in node.all_input_nodes if self.counterparts.get(one.name) != there.name]
             between = (origin_of(one) for one in up(later) if there in ancestors(one))
-            after = next((op_name(one) for one in between if one.target not in written), "other ops")
+            after = next((called(op_name(one)) for one in between if one.target not in written), "other ops")
             where = f"after {after}, not before it"
         elif hint.kind in _OF_MISSING and (earlier := done_earlier(node, there, self.counterparts)) is not None:
             read = {source.name for source in earlier.all_input_nodes}
             others = [one for one in node.all_input_nodes if self.counterparts.get(one.name, one.name) in read]
-            where = f"before {op_name(origin_of(there))}, not after it"
+            where = f"before {called(op_name(origin_of(there)))}, not after it"
         else:
             return hint
-        what = " and ".join(self._maker(one, self._site(node.name)) for one in others if not written)
+        others = [] if written or named(name).kind == "norm" else others  # the weights of a norm are its own
+        what = " and ".join(self._maker(one, self._site(node.name)) for one in others)
         done = f"{name} with {what}" if what else name
         return replace(hint, text=f"{done} is done {where}", evidence="order")
 

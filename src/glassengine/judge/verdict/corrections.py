@@ -152,6 +152,16 @@ def is_of_both(baseline: Program, line: str | None) -> bool:
     return code_of_line(line) in _lines(baseline, "").values()
 
 
+def line_of_same_ops(baseline: Program, program: Program, source: str | None) -> str | None:
+    """Return the candidate's line that is written as a line of the baseline, and runs the same ops as often."""
+    ours, theirs = (
+        [site for site in one.sites if site.kind == "op" and code_of_line(site.source) == code_of_line(source)]
+        for one in (baseline, program)
+    )
+    lines = {site.source for site in theirs}
+    return lines.pop() if len(lines) == 1 and Counter(s.op for s in ours) == Counter(s.op for s in theirs) else None
+
+
 def line_replaced(baseline: Program, program: Program | None, ours: str | None, theirs: str) -> str | None:
     """Return the line of the baseline that the candidate has another one for, where that of the op is in both."""
     node = None if program is None else next((one.node for one in program.sites if one.source == theirs), None)
