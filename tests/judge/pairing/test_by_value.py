@@ -472,7 +472,7 @@ def test_an_op_whose_weight_nobody_reads_is_missing() -> None:
     assert (first.site, first.hints[0].text) == ("1/mul.0", "sigmoid.0 is not multiplied")
 
 
-class Padded(nn.Module):
+class Sliced(nn.Module):
     """Scores of which a slice of a mask, true of what is seen, hides some."""
 
     def __init__(self, start: int) -> None:
@@ -489,7 +489,7 @@ def test_positions_that_a_mask_of_padding_hides_are_listed() -> None:
     seen = torch.ones(2, 1, 10, dtype=torch.bool)
     seen[1, :, 7:] = False
     inputs = {"x": torch.randn(2, 8, 8), "seen": seen}
-    first = check(Padded(0).eval(), candidate=Padded(2).eval(), inputs=inputs).first_divergence
+    first = check(Sliced(0).eval(), candidate=Sliced(2).eval(), inputs=inputs).first_divergence
     assert first is not None and first.hints[0].text.startswith("a position does not see position 5, 6; start of"), (
         first
     )

@@ -948,8 +948,7 @@ class Called(nn.Module):
         return self.act(self.up(x)) * 0.5
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.made(x)
-        return out
+        return self.made(x)
 
 
 class CalledAgain(Called):
