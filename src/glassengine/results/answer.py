@@ -31,7 +31,7 @@ MOST_KL = 0.1
 """KL divergence in nats of a position from which on no difference of logits is called rounding."""
 
 _MOST_ULP = 1e4
-"""Difference from which on nobody expects rounding: it is only as large as what rounding may grow to in the model."""
+"""Difference above which a result is no longer called equal within rounding, however much the model amplifies that."""
 
 MOST_OPS = 12
 """Most ops of a region that still count as judged finely: a norm or a rotation written by hand has as many."""
