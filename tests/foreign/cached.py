@@ -233,6 +233,7 @@ OF_STEPS = {
 OF_PAST = {
     "places": ["*wpe*", "own*"],
     "attention": ["*transformer.h.0.attn*", "own*"],
+    "kept": ["*transformer.h.0.attn*", "own*", "./cat.1"],
     "mask": ["*transformer.h.0.attn*", "*"],
 }
 
@@ -313,7 +314,7 @@ PAIRS = [
             ("scale", "attention", "scale"),
             ("heads", "attention", "permuted, transposed"),  # of heads and tokens
             ("pasts", "attention", "stale, swapped"),  # of another layer
-            ("past lost", "attention", "stale, scale"),  # zeros where values were kept
+            ("past lost", "kept", "stale, scale, other"),  # zeros where values were kept
         ),
     ),
 ]

@@ -51,6 +51,11 @@ def test_f50_nothing_far_apart_is_called_rounding(far: dict[str, float]) -> None
     assert found.in_words().startswith("logits differ by")
 
 
+def test_what_rounding_grows_to_is_not_called_rounding() -> None:
+    found = dataclasses.replace(LOGITS, max_abs_diff=0.1, ulp=4e5, snr_db=30.0)
+    assert found.in_words().startswith("logits differ no more than rounding may change here: largest difference 0.1 of")
+
+
 def test_f82_a_tie_explains_it_and_is_not_called_rounding() -> None:
     found = dataclasses.replace(LOGITS, snr_db=12.0, exempt=0.2)
     assert not found.is_unexplained

@@ -383,6 +383,11 @@ def readers_of(node: Node, is_passed: Callable[[Node], bool] | None = None) -> l
     return [one for one in below if one.op == "call_function" and not through(one)]
 
 
+def maker_of(node: Node) -> Node | None:
+    """Return the op of several results that a value is one of: the norm, whose result is the first."""
+    return node.all_input_nodes[0] if op_name(node) == "getitem" else None
+
+
 def done_later(node: Node, there: Node, counterparts: Mapping[str, str]) -> Node | None:
     """Return the candidate's op that does what `node` does with its other operands, but to what is made after others.
 
@@ -391,6 +396,7 @@ def done_later(node: Node, there: Node, counterparts: Mapping[str, str]) -> Node
         there: What the candidate has of it: the counterpart of one of them, which passes it by.
         counterparts: Node of the baseline -> node of the candidate; weights have one name.
     """
+    node = maker_of(node) or node
     others = {_name_there(source, counterparts) for source in node.all_input_nodes} - {there.name}
     if len(others) == len(node.all_input_nodes):
         return None

@@ -187,7 +187,7 @@ def _divergence(result: Comparison, found: Divergence) -> Iterator[Text]:
     if found.level is not None:
         yield Text(f"  in       {words.level(found.level)}, {step_of(result, found)}: {found.verdict}")
     if found.where:
-        yield Text(f"  where    {found.where}: {found.group}")
+        yield Text(f"  where    {found.where}: {found.name_of_all}")
     yield from lines_of(found)
     yield Text(f"  error    {words.size(words.pair_of(found, result.pairs))}")
     # What kind of mistake it is, and where its test is, is never cut off, however long the names of files are.

@@ -30,6 +30,9 @@ LEAST_DB = 20.0
 MOST_KL = 0.1
 """KL divergence in nats of a position from which on no difference of logits is called rounding."""
 
+_MOST_ULP = 1e4
+"""Difference above which a result is no longer called equal within rounding, however much the model amplifies that."""
+
 MOST_OPS = 12
 """Most ops of a region that still count as judged finely: a norm or a rotation written by hand has as many."""
 
@@ -151,6 +154,8 @@ class ResultComparison(Result):
             return f"{self.name} {'are' if are else 'is'} not judged: all of it depends on a tie"
         if self.agrees and self.judged_by == "noise floor" and not self.is_far_apart:
             size = self._size()
+            if self.within == "rounding" and self.ulp is not None and self.ulp > _MOST_ULP:
+                return f"{self.name} {'differ' if are else 'differs'} no more than rounding may change here: {size}"
             return f"{self.name} {'agree' if are else 'agrees'} within {self.within}" + (f": {size}" if size else "")
         if not self.is_decided and not self.max_abs_diff:
             return f"{self.name} {'are' if are else 'is'} {self.reason}"

@@ -119,11 +119,17 @@ class Divergence(Result):
 
     @property
     def where(self) -> str | None:
-        """In how many layers it is; None where it stands for itself alone."""
+        """In how many layers, or places of one module, it is; None where it stands for itself alone."""
         if not self.also_at:
             return None
-        number = len(self.also_at) + 1
-        return f"in every layer ({number})" if number == self.num_alike else f"in {number} of {self.num_alike} layers"
+        number, modules = len(self.also_at) + 1, {site.rpartition("/")[0] for site in (self.site, *self.also_at)}
+        unit = "place" if len(modules) == 1 else "layer"
+        return f"in every {unit} ({number})" if number == self.num_alike else f"in {number} of {self.num_alike} {unit}s"
+
+    @property
+    def name_of_all(self) -> str:
+        """What the names of its group have in common, without the line."""
+        return (self.group or self.site).partition(" in ")[0]
 
 
 @dataclass(frozen=True)

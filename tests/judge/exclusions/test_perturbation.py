@@ -267,6 +267,7 @@ def test_f73_a_softmax_does_not_read_the_scores_that_a_mask_hides() -> None:
     of_hidden = hidden[:, None].expand(-1, X.shape[1], -1)
     assert unread(program, inputs, {node.name: of_hidden}, scores) == {node.name}
     assert unread(program, inputs, {node.name: of_hidden}) == set()
+    assert unread(program, inputs, {node.name: of_hidden}, scores, {node.name}) == set()
     assert unread(program, inputs, {node.name: torch.ones_like(of_hidden)}, scores) == set()
 
 

@@ -59,3 +59,26 @@ def test_the_second_of_two_equal_multiplications_is_said_to_be_missing_in_each_l
     first = check(models[0], candidate=models[1], inputs={"input": torch.randn(2, 6, 8)}).first_divergence
     assert first is not None and first.site == "0/mul.1" and first.num_alike == 3, first
     assert first.hints[0].text == "the multiplication by 0.35 is missing"
+
+
+class Around(nn.Module):
+    """A layer that is turned around by hand, or not at all."""
+
+    def __init__(self, *, is_turned: bool) -> None:
+        super().__init__()
+        self.norm, self.conv, self.is_turned = nn.LayerNorm(8), nn.Conv1d(8, 8, 3, padding=1), is_turned
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        y = torch.cat([y[:, 2:], y[:, :2]], 1) if self.is_turned else y[...]
+        return x + self.conv(y.transpose(1, 2)).transpose(1, 2).tanh()
+
+
+def test_what_one_layer_makes_instead_is_not_said_of_the_ops_of_others() -> None:
+    models = []
+    for is_turned in (False, True):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(*(Around(is_turned=is_turned) for _ in range(3))).eval())
+    first = check(models[0], candidate=models[1], inputs={"input": torch.randn(2, 7, 8)}).first_divergence
+    assert first is not None and first.site == "0/alias.0", first
+    assert not any("conv1d" in hint.text or "layer_norm is missing" in hint.text for hint in first.hints), first.hints

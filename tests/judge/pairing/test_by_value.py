@@ -425,3 +425,71 @@ def test_an_op_that_is_done_once_more_for_nothing_is_no_counterpart() -> None:
     first = check(models[0], candidate=models[1], inputs={"input": torch.randn(2, 7, 8)}).first_divergence
     assert first is not None and first.hints[0].proven, first
     assert first.hints[0].text == "second/linear.0 in the baseline, second/linear.0 * 1.5 in the candidate"
+
+
+class Masked(nn.Module):
+    """Scores to which a mask of large numbers is added, or from which it is subtracted."""
+
+    def __init__(self, done: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.done = nn.Linear(8, 8), done
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(6, 6).triu(1) * -1e5
+        return self.done(self.query(x) @ x.transpose(1, 2), mask).softmax(-1) @ x
+
+
+def test_what_only_one_side_hides_is_read() -> None:
+    models = Masked(torch.add).eval(), Masked(torch.sub).eval()
+    first = check(models[0], candidate=models[1], inputs={"x": torch.randn(4, 6, 8)}).first_divergence
+    assert first is not None and first.site == "./add.0" and first.hints[0].proven, first
+
+
+class Gated(nn.Module):
+    """A gate of a linear layer, and another one after it; the first may be left out."""
+
+    def __init__(self, *, is_gated: bool) -> None:
+        super().__init__()
+        self.body, self.gate, self.out, self.is_gated = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), is_gated
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        if self.is_gated:
+            y = self.gate(y).sigmoid() * y
+        y = nn.functional.selu(y)
+        return x + y * self.out(y).sigmoid()
+
+
+def test_an_op_whose_weight_nobody_reads_is_missing() -> None:
+    models = []
+    for is_gated in (True, False):
+        torch.manual_seed(0)
+        layers = [Gated(is_gated=is_gated or number != 1) for number in range(3)]
+        models.append(nn.Sequential(*layers).eval())
+    first = check(models[0], candidate=models[1], inputs={"input": torch.randn(2, 7, 8)}).first_divergence
+    assert first is not None and first.hints[0].proven, first
+    assert (first.site, first.hints[0].text) == ("1/mul.0", "sigmoid.0 is not multiplied")
+
+
+class Sliced(nn.Module):
+    """Scores of which a slice of a mask, true of what is seen, hides some."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.start = nn.Linear(8, 8), start
+
+    def forward(self, x: Tensor, seen: Tensor) -> Tensor:
+        hidden = seen[:, :, self.start : self.start + 8].eq(0)
+        return (self.query(x) @ x.transpose(1, 2)).masked_fill(hidden, -1e4).softmax(-1) @ x
+
+
+def test_positions_that_a_mask_of_padding_hides_are_listed() -> None:
+    seen = torch.ones(2, 1, 10, dtype=torch.bool)
+    seen[1, :, 7:] = False
+    inputs = {"x": torch.randn(2, 8, 8), "seen": seen}
+    first = check(Sliced(0).eval(), candidate=Sliced(2).eval(), inputs=inputs).first_divergence
+    assert first is not None and first.hints[0].text.startswith("a position does not see position 5, 6; start of"), (
+        first
+    )

@@ -146,3 +146,37 @@ def test_weights_that_are_nan_on_both_sides_are_equal() -> None:
     nan, number = torch.tensor([math.nan, 1.0]), torch.tensor([2.0, 1.0])
     assert weights.is_equal(nan, nan.clone())
     assert not weights.is_equal(nan, number)
+
+
+class Two(nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.ModuleDict({"fc": nn.Linear(8, 8)}) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer["fc"](x))  # type: ignore[index]
+        return x
+
+
+class Stacked(nn.Module):
+    """The same with one tensor for all layers; both read the weight of the first."""
+
+    def __init__(self, layers: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.stack([layers[0]["fc"].weight.detach()] * 2))
+        self.bias = nn.Parameter(torch.stack([layer["fc"].bias.detach() for layer in layers]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in range(2):
+            x = torch.tanh(x @ self.weight[number].T + self.bias[number])
+        return x
+
+
+def test_the_weight_of_another_layer_has_the_name_of_that_layer(tmp_path: Path) -> None:
+    torch.save({"x": torch.randn(2, 8)}, tmp_path / "x.pt")
+    found = check(Two().eval(), candidate=Stacked(Two().layers).eval(), inputs=str(tmp_path / "x.pt"))
+    assert found.first_divergence.hints[0].text == "layers.0.fc.weight instead of fc.weight"

@@ -911,3 +911,58 @@ def test_the_line_of_an_op_with_another_number_is_named_though_both_sides_have_i
     first = check(Trimmed(), candidate=TrimmedTwice(), inputs={"x": torch.randn(6, 8)}).first_divergence
     assert first is not None and "start of slice: 1 in the baseline" in first.hints[0].text, first
     assert (first.candidate_source or "").endswith("x = x[:-1]"), first
+
+
+class NormedLate(nn.Module):
+    """A batch norm before an activation that has weights, or after it."""
+
+    def __init__(self, *, is_late: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.act, self.down = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.PReLU(8), nn.Linear(8, 8)
+        nn.init.normal_(self.norm.running_mean)  # type: ignore[arg-type]
+        self.is_late = is_late
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(x)
+        x = self.norm(self.act(x)) if self.is_late else self.act(self.norm(x))
+        return self.down(x)
+
+
+def test_a_norm_on_the_other_side_of_an_activation_is_called_so() -> None:
+    models = [NormedLate(is_late=is_late).eval() for is_late in (False, True)]
+    first = check(models[0], candidate=models[1], inputs={"x": torch.randn(3, 8)}).first_divergence
+    assert first is not None and first.hints[0].proven, first
+    assert first.hints[0].text == "batch_norm is done after prelu, not before it"
+
+
+class Called(nn.Module):
+    """An activation in a function that a method calls, or a method of a method."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.act = nn.Linear(8, 8), act
+
+    def made(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.up(x)) * 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.made(x)
+
+
+class CalledAgain(Called):
+    """The same, with one function between."""
+
+    def step(self, number: torch.Tensor) -> torch.Tensor:
+        return Called.made(self, x=number)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.step(number=x + 0)
+
+
+def test_a_caller_that_one_side_has_besides_is_not_what_to_change() -> None:
+    models = Called(nn.GELU()).eval(), CalledAgain(nn.SiLU()).eval()
+    first = check(models[0], candidate=models[1], inputs={"x": torch.randn(3, 8)}).first_divergence
+    assert first is not None and first.hints[0].text == "gelu in the baseline, silu in the candidate"
+    assert first.candidate_source is not None and first.candidate_source.endswith("return self.act(self.up(x)) * 0.5")

@@ -222,7 +222,7 @@ def test_a_mistake_of_one_layer_has_no_group(tmp_path: Path) -> None:
 
 def test_f36_one_line_of_a_loop_is_one_mistake(tmp_path: Path) -> None:
     result = checked(Loop(0.01), Loop(0.2), tmp_path)
-    assert result.first_divergence is not None and result.first_divergence.where == "in every layer (3)"
+    assert result.first_divergence is not None and result.first_divergence.where == "in every place (3)"
 
 
 @pytest.mark.parametrize(

@@ -275,10 +275,12 @@ class Differing:
     Attributes:
         where: Bool mask of the elements.
         rest: Judges the tensor with these elements put right.
+        shows: Whether one of them shows what a mask hides in the right tensor.
     """
 
     where: torch.Tensor
     rest: Callable[[], Judgement]
+    shows: bool = False
 
 
 def differing(
@@ -311,7 +313,8 @@ def differing(
     found = counts & ~(same | near)
     if not bool(found.any()):
         return None
-    return Differing(found, lambda: judge_again(torch.where(found, predicted.to(candidate.dtype), candidate)))
+    shows = bool((found & (ours <= HIDDEN) & ~(theirs <= HIDDEN)).any())
+    return Differing(found, lambda: judge_again(torch.where(found, predicted.to(candidate.dtype), candidate)), shows)
 
 
 def unread_nodes(program: Program) -> set[str]:
@@ -329,6 +332,7 @@ def unread(
     inputs: Mapping[str, torch.Tensor],
     marked: Mapping[str, torch.Tensor],
     scores: Collection[Node] = (),
+    shown: Collection[str] = (),
 ) -> set[str]:
     """Return the nodes of which no result, and no cache, reads the marked elements.
 
@@ -337,12 +341,14 @@ def unread(
         inputs: Of one step, by name.
         marked: Node -> bool mask in the shape of its value.
         scores: Nodes that nothing but a softmax reads: what a mask hides in them is not read.
+        shown: Nodes whose marked elements a mask hides on one side alone.
     """
     given = {port.node: inputs.get(port.name) for port in program.inputs} | program.weights()
     if any(node.users and given.get(node.name) is None for node in program.graph.find_nodes(op="placeholder")):
         return set()  # the caches of a later step are not available: nothing is left out
     values: dict[Node, Any] = {}
-    waiting = {name: _Lane(mask, values, scores) for name, mask in list(marked.items())[:MOST_MARKED]}
+    some = list(marked.items())[:MOST_MARKED]
+    waiting = {name: _Lane(mask, values, () if name in shown else scores) for name, mask in some}
     last_use, varying = last_uses(program), _of_inputs(program)
     for node in program.graph.nodes:
         if node.op == "placeholder":

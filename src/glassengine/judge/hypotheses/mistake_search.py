@@ -17,6 +17,7 @@ from torch.fx import Node
 from glassengine.judge.hypotheses.explain import MistakeExplanation, Rank, differences, explanation
 from glassengine.judge.hypotheses.inside import Inside, inside_of
 from glassengine.judge.hypotheses.mistakes.catalog import Family
+from glassengine.judge.hypotheses.mistakes.expressions import expressions
 from glassengine.judge.hypotheses.mistakes.operands import exchanged
 from glassengine.judge.hypotheses.trials.hypothesis import called, constants_of, of_weight, part_of, short, whole_of
 from glassengine.judge.hypotheses.trials.question import Question, TheirRegion, broadcasts_alike, in_its_dtype, noise_of
@@ -27,13 +28,15 @@ from glassengine.judge.site_pairs import (
     done_earlier,
     done_later,
     down,
+    maker_of,
     origin_of,
     passed_on,
     readers_of,
     region_of,
     up,
+    walk,
 )
-from glassengine.ops.traits import traits_of
+from glassengine.ops.traits import named, traits_of
 from glassengine.program.representation.naming import op_name, source_line
 from glassengine.program.representation.program import Program
 from glassengine.results import Hint
@@ -106,7 +109,12 @@ class MistakeSearch:
         lost = found.hypothesis.lost
         made_in = found.hypothesis.made_in
         self.place = self._place(question.trial, found.hypothesis.edits) if made_in is None else made_in.name
-        anew = names if lost is None else {*names, lost.name}
+        # What is above a value that is the candidate's own is not made anew.
+        is_own = found.family in (None, expressions)
+        given = [one for one, edit in found.hypothesis.edits.items() if is_own and isinstance(edit, Tensor)]
+        end = question.trial.end
+        made = {one.name for one in (end, *walk([end], lambda one: () if one in given else one.all_input_nodes))}
+        anew = names & made if lost is None else {*(names & made), lost.name}
         self.covered = {name for name in self.flagged if name in anew and name != node.name}
         return [self._of_product(node, self._in_place(node, found.hint, names))]
 
@@ -128,21 +136,23 @@ class MistakeSearch:
         there, change = self.counterpart(node), hint.change
         if there is None or not hint.proven:
             return hint
-        name, written = op_name(node), set[Any]()
+        node = maker_of(node) or node
+        name, written = called(op_name(node)), set[Any]()
         if (later := done_later(node, there, self.counterparts)) is not None:
             if change is not None and change.argument == "activation" and change.baseline != name:
                 name, written = str(change.baseline), {self._nodes[one].target for one in names}  # of several ops
             others = [one for one in node.all_input_nodes if self.counterparts.get(one.name) != there.name]
             between = (origin_of(one) for one in up(later) if there in ancestors(one))
-            after = next((op_name(one) for one in between if one.target not in written), "other ops")
+            after = next((called(op_name(one)) for one in between if one.target not in written), "other ops")
             where = f"after {after}, not before it"
         elif hint.kind in _OF_MISSING and (earlier := done_earlier(node, there, self.counterparts)) is not None:
             read = {source.name for source in earlier.all_input_nodes}
             others = [one for one in node.all_input_nodes if self.counterparts.get(one.name, one.name) in read]
-            where = f"before {op_name(origin_of(there))}, not after it"
+            where = f"before {called(op_name(origin_of(there)))}, not after it"
         else:
             return hint
-        what = " and ".join(self._maker(one, self._site(node.name)) for one in others if not written)
+        others = [] if written or named(name).kind == "norm" else others  # the weights of a norm are its own
+        what = " and ".join(self._maker(one, self._site(node.name)) for one in others)
         done = f"{name} with {what}" if what else name
         return replace(hint, text=f"{done} is done {where}", evidence="order")
 
@@ -296,14 +306,15 @@ class MistakeSearch:
         theirs, others = self._theirs(node), self._other_values(node, trial)
         held = self._held(theirs)
         their_weights = {} if self.candidate is None else {n: self.candidate.weights()[own] for own, n in held.items()}
-        labels = {label: name for name, label in self._labels(node, others).items()}
+        own_labels = self._labels(node, (op.name for op in [*trial.inputs, *trial.ops]))
+        labels = {label: name for name, label in self._labels(node, others, own_labels).items()}
         full = {name: full.removeprefix(_USER) for name, full in program.weight_names().items()}
         found = Question(
             trial,
             actual.double() if actual.is_floating_point() else actual,
             None if valid is None or valid.shape != actual.shape else valid,
             noise_of(piece, right, actual),
-            labels=self._labels(node, (op.name for op in [*trial.inputs, *trial.ops])),
+            labels=own_labels,
             weights=frozenset(n.name for n in trial.inputs if n.name in program.weights()),
             others={label: others[name] for label, name in labels.items()},
             theirs=theirs,
@@ -400,11 +411,14 @@ class MistakeSearch:
         read = {source.name for op in theirs for source in op.all_input_nodes if source.name in weights}
         return {name: names.get(name, name).removeprefix(_USER) for name in sorted(read)}
 
-    def _labels(self, node: Node, names: Iterable[str]) -> dict[str, str]:
-        """Return what people call nodes: by what makes their values, where that is another one for each."""
+    def _labels(self, node: Node, names: Iterable[str], known: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Return what people call nodes: by what makes their values, where that is another one for each.
+
+        `known` are labels of other nodes.
+        """
         site = self._site(node.name)
         found = {name: self._maker(self._nodes[name], site) if name in self._nodes else name for name in names}
-        number = Counter(found.values())
+        number = Counter([*found.values(), *(label for name, label in (known or {}).items() if name not in found)])
         return {name: short(self._site(name), site) if number[label] > 1 else label for name, label in found.items()}
 
     def _maker(self, node: Node, site: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -132,7 +134,7 @@ class ProgramPairs:
         """
         above, once = self._made_of[node.name], 0
         shared: list[tuple[float, int, int]] = []
-        for ours, theirs in self._readers:
+        for ours, theirs in ((ours, theirs) for ours, theirs in self._readers if theirs):
             own, number, is_shared = (above & ours).bit_count(), ours.bit_count(), ours.bit_count() > 1
             if not own and not is_shared and theirs.bit_count() == 1:
                 once |= theirs
@@ -159,7 +161,18 @@ class ProgramPairs:
                 both[0] |= 1 << self.order[user.name]
             for user in (user for name in same for user in users_of(self.tensors.all_nodes[name])):
                 both[1] |= 1 << self.tensors.order[user.name]
-        return [(ours, theirs) for ours, theirs in found.values() if ours and theirs]
+        return [(ours, theirs) for same, (ours, theirs) in found.items() if same and ours]
+
+    def of_other_ops(self, node: Node) -> int:
+        """Return, as bits, the candidate's ops that alone read a weight of another op, where that of `node` is unread.
+
+        The op is missing then, and none of them is wrong in its place.
+        """
+        own = 1 << self.order[node.name]
+        if not any(ours & own and not theirs for ours, theirs in self._readers):
+            return 0
+        alone = (theirs for ours, theirs in self._readers if not ours & own and theirs.bit_count() == 1)
+        return functools.reduce(operator.or_, alone, 0)
 
     def proposal(self, node: Node) -> CandidateTensor | None:
         """Return the tensor of the same place in a module of the same name."""

@@ -25,6 +25,7 @@ from glassengine.judge.verdict.corrections import (
     line_of_added_op,
     line_of_number,
     line_of_reader,
+    line_of_same_ops,
     line_replaced,
     lines_of_region,
     lines_that_differ,
@@ -344,7 +345,8 @@ def as_written(score: Score, program: Program, divergence: Divergence) -> Diverg
     line = line or _source_there(score, named)
     codes = [parts_of_source(one or "")[1] for one in (line, named.source)]
     if line and line != added and own and divergence.node in known and named.source and codes[0] != codes[1]:
-        line = None if is_beside(program, own, known, divergence, line) else line
+        is_other = is_beside(program, own, known, divergence, line)
+        line = line_of_same_ops(program, own, named.source) if is_other else line
     return dataclasses.replace(named, candidate_source=line)
 
 

@@ -105,8 +105,13 @@ def _frames(node: Node) -> list[str]:
 
 
 def _parting(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, str] | None:
-    """Return the first lines of two lists that are written otherwise."""
-    return next((two for two in zip(ours, theirs, strict=False) if code_of_line(two[0]) != code_of_line(two[1])), None)
+    """Return the first lines of two lists that are written otherwise, not those that one list has besides."""
+    here, there = ([code_of_line(line) for line in lines] for lines in (ours, theirs))
+    for tag, i, i_end, j, j_end in SequenceMatcher(None, here, there, autojunk=False).get_opcodes():
+        if tag == "replace":
+            is_one = i_end - i == j_end - j or SequenceMatcher(None, here[i], there[j]).ratio() >= ALIKE
+            return (ours[i], theirs[j]) if is_one else None
+    return None
 
 
 def is_beside(
@@ -145,6 +150,16 @@ def lines_that_differ(
 def is_of_both(baseline: Program, line: str | None) -> bool:
     """Whether a line of the candidate stands in the baseline word for word: what is wrong is another one, if any is."""
     return code_of_line(line) in _lines(baseline, "").values()
+
+
+def line_of_same_ops(baseline: Program, program: Program, source: str | None) -> str | None:
+    """Return the candidate's line that is written as a line of the baseline, and runs the same ops as often."""
+    ours, theirs = (
+        [site for site in one.sites if site.kind == "op" and code_of_line(site.source) == code_of_line(source)]
+        for one in (baseline, program)
+    )
+    lines = {site.source for site in theirs}
+    return lines.pop() if len(lines) == 1 and Counter(s.op for s in ours) == Counter(s.op for s in theirs) else None
 
 
 def line_replaced(baseline: Program, program: Program | None, ours: str | None, theirs: str) -> str | None:

@@ -21,7 +21,7 @@ from enum import Enum
 
 from torch.fx import Node
 
-from glassengine.judge.site_pairs import ancestors
+from glassengine.judge.site_pairs import ancestors, maker_of
 from glassengine.numerics.verdict import TIE
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.program import Program
@@ -246,8 +246,7 @@ def place_of(site: str, source: str | None) -> str:
 
 
 def _maker(node: Node) -> str:
-    """Return the name of the op that makes a value: of the norm, whose result is the first of several."""
-    return op_name(node.all_input_nodes[0] if op_name(node) == "getitem" else node)
+    return op_name(maker_of(node) or node)
 
 
 def _counted(sites: Iterable[Site], makers: Mapping[str, str]) -> Counter[tuple[str, str | None]]:

@@ -444,7 +444,8 @@ class Score:
     def end_step(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Leave out what no result reads of the tensors that are wrong by themselves in this step of these `inputs`."""
         marked = {name: one.where for name, one in self._differing.items()}
-        known = unread(self.program, inputs, marked, read_by_softmax(self.program.graph)[1]) if marked else set()
+        shown = {name for name, one in self._differing.items() if one.shows}
+        known = unread(self.program, inputs, marked, read_by_softmax(self.program.graph)[1], shown) if marked else set()
         known = {name for name in known if self._differing[name].rest().verdict not in FLAGGED}
         own = {node.name for node in self._flagged} & self.divergences.keys()
         for name in known:

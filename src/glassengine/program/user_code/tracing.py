@@ -380,12 +380,18 @@ def collect_marks(graph: torch.fx.Graph) -> list[Mark]:
 
 
 _PACKAGES = ("/site-packages/", "/dist-packages/", f"{Path(torch.__file__).parent.parent}/")
-NOT_THE_USERS = ("/glassengine/program/", "<eval_with_key>", *(f"{folder}torch/" for folder in _PACKAGES))
+_OF_OPS = ("torch", "einops")
+"""Packages whose modules do one op each; what is wrong is where they are called."""
+NOT_THE_USERS = (
+    "/glassengine/program/",
+    "<eval_with_key>",
+    *(f"{folder}{name}/" for folder in _PACKAGES for name in _OF_OPS),
+)
 _INSTALLED = ("/glassengine/", "/site-packages/", "/dist-packages/", "/lib/python", "<")
 
 
 def is_users(file: str) -> bool:
-    """Whether a frame of `file` is the user's: neither torch's nor that of an export."""
+    """Whether a frame of `file` is the user's: neither of a package of ops nor of an export."""
     return not any(part in file for part in NOT_THE_USERS)
 
 

@@ -187,7 +187,7 @@ def _because(result: Comparison, found: Divergence, first: str) -> list[tuple[st
 def _about(result: Comparison, found: Divergence, pair: Pair | None) -> list[tuple[str, str]]:
     lines = [("error", words.size(pair))]
     if found.where:
-        lines.append(("where", f"{found.where}: {found.group}"))
+        lines.append(("where", f"{found.where}: {found.name_of_all}"))
     lines += words.own_error(found)
     for hint in words.hints_worth_a_line(found.hints)[1:3]:
         lines += words.hint_lines(hint)

@@ -128,6 +128,8 @@ def derivatives(question: Question) -> Iterator[Hypothesis]:
         if found is None:
             continue
         name, gradient, given = found
+        if name == "softplus" and any(op_name(op) == "sigmoid" for op in trial.ops):
+            continue  # its derivative is a gate by itself
         for other, derivative in _other_activations(name, given):
             text = f"the derivative of {name} in the baseline, {other} in the candidate"
             yield Hypothesis("activation", text, {node: gradient * derivative}, "activation", (name, other))

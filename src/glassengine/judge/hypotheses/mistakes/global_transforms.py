@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.fx import Node
 
 from glassengine.judge.hypotheses.mistakes.tensor_roles import PLACING, comes_from
-from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, reading, tensors_of
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, called, reading, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import factor_between
-from glassengine.judge.site_pairs import passes_on
+from glassengine.judge.site_pairs import maker_of, passes_on
 from glassengine.numerics.float64 import double, is_real
 from glassengine.numerics.mask_values import sentinel
-from glassengine.numerics.orders import called, kind_of_shift, order_between
+from glassengine.numerics.orders import called as called_order
+from glassengine.numerics.orders import kind_of_shift, order_between
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
@@ -60,7 +61,7 @@ def another_tensor(question: Question) -> Iterator[Hypothesis]:
 
 def missing_ops(ops: Sequence[Node], name: str) -> str:
     """Return that ops are missing, so that what they read takes the place of what they make."""
-    names = list(dict.fromkeys(op_name(op) for op in ops if not passes_on(op)))
+    names = list(dict.fromkeys(called(op_name(op)) for op in ops if not passes_on(op) and maker_of(op) not in ops))
     if not names:
         return f"it is {name}"
     if len(names) > _MOST_NAMES:
@@ -99,7 +100,7 @@ def rearranged(question: Question) -> Iterator[Hypothesis]:
         question.trial.budget.spend_passes(_PASSES_OF_ORDER, right)
         order = order_between(right.double(), actual.double(), axis, max(16 * question.noise, _ORDERED))
         if order is not None:
-            kind, how = called(order)
+            kind, how = called_order(order)
             kind = kind_of_shift(right.dim(), axis, is_weight=False) if kind == "position" else kind
             text = f"the right values {how}, along axis {axis} (of {right.shape[axis]})"
             yield Hypothesis(kind, text, {end: right.index_select(axis, order)}, axis=axis)

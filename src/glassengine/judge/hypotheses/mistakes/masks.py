@@ -192,7 +192,8 @@ def _marks_hidden(node: Node, depth: int = _NEAR) -> bool:
         if op_name(user) == "masked_fill":
             return True
         if depth and getattr(user.meta.get("val"), "dtype", None) is torch.bool:
-            return _marks_hidden(user, depth - 1) != (op_name(user) in ("bitwise_not", "logical_not"))
+            is_zero = op_name(user) == "eq" and user.args[1:] in ((0,), (False,))
+            return _marks_hidden(user, depth - 1) != (is_zero or op_name(user) in ("bitwise_not", "logical_not"))
     return False
 
 
@@ -251,7 +252,7 @@ def _which(found: torch.Tensor) -> str:
         return "itself"
     if min(apart) > 0:
         return "later ones" if len(apart) > 1 else f"the one {apart[0]} later"
-    if max(apart) < 0 and len(apart) < columns - 1 and -max(apart) > 1:
+    if apart[0] == 1 - columns and -apart[-1] > 1 and len(apart) < columns - 1:
         return f"those {-max(apart)} and more before it"
     listed = any_of.any(0).nonzero().flatten().tolist()
     if len(listed) <= _MOST_LISTED:
