@@ -186,7 +186,8 @@ def gelu() -> tuple[Reference, torch.Tensor, torch.Tensor]:
     exact = torch.nn.functional.gelu(x.double())
     native = torch.nn.functional.gelu(x)
     other = torch.nn.functional.gelu(x.double(), approximate="tanh").half()
-    bound = 4 * unit_roundoff(torch.float16) * exact.abs() + 2.0**-23
+    # 1 + erf(x) cancels in float32, and processors have other polynomials of erf.
+    bound = 4 * unit_roundoff(torch.float16) * exact.abs() + 2.0**-21
     return Reference(exact, native, [], dtype=torch.float16, valid=None), bound, other
 
 
