@@ -217,3 +217,47 @@ def test_nan_where_the_baseline_has_numbers_is_not_ok() -> None:
     assert not result.ok
     assert any("NaN where the baseline has numbers" in found.in_words() for found in result.results)
     assert glass.check(Hidden(least), candidate=Hidden(-1e9), inputs=given).ok
+
+
+class Drawn(nn.Module):
+    """Random elements of what is not masked are dropped, and pairs are summed along an axis."""
+
+    def __init__(self, equation: str) -> None:
+        super().__init__()
+        self.equation = equation
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y = x * (torch.rand_like(x) >= 0.3) * mask
+        if mask.sum() < 0:  # looks at a value, so that its ops are written down from one run
+            y = -y
+        return torch.einsum(self.equation, y, y)
+
+
+def test_what_is_right_beside_a_draw_says_nothing_of_what_is_below_it() -> None:
+    mask = torch.ones(1, 7, 7, 1)
+    mask[:, 6], mask[:, :, 6] = 0.0, 0.0
+    right, wrong = Drawn("bkid,bkjd->bijd").eval(), Drawn("bikd,bjkd->bijd").eval()
+    given = {"x": torch.randn(1, 7, 7, 4), "mask": mask}
+    assert glass.check(right, candidate=Drawn("bkid,bkjd->bijd").eval(), inputs=given).ok
+    found = glass.check(right, candidate=wrong, inputs=given)
+    assert not found.ok and found.first_divergence is not None
+    assert found.first_divergence.hints[0].text.startswith("dims of permute")
+
+
+class DropsNothing(nn.Module):
+    """A dropout by hand that is off, and a factor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (torch.rand_like(x) >= 0.0) * self.factor
+
+
+@pytest.mark.parametrize("factor", [2.0, 3.0])
+def test_results_below_a_dropout_of_nothing_are_compared(factor: float) -> None:
+    given = {"x": torch.randn(3, 8)}
+    found = glass.check(DropsNothing(2.0).eval(), candidate=DropsNothing(factor).eval(), inputs=given)
+    assert found.results and found.ok == (factor == 2.0)
+    assert all(result.agrees for result in found.results if result.level == "candidate") == (factor == 2.0)

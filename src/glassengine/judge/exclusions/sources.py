@@ -31,6 +31,7 @@ from glassengine.judge.exclusions.ties import Ties
 from glassengine.numerics.exemptions import PADDING, TIES
 from glassengine.ops.row import OpTraits
 from glassengine.ops.traits import traits_of
+from glassengine.program.representation.naming import op_name
 from glassengine.results import ExemptionReason
 
 
@@ -135,8 +136,19 @@ class Draws(Source):
         return bool(traits.is_random)
 
     def other(self, node: Node, below: Any, values: Values, other_values: Mapping[Node, Any]) -> Any:
-        """Return an unknown value for a draw."""
+        """Return an unknown value for a draw, and the value of what every draw makes alike."""
+        if _is_settled(node):
+            return values[node][self.lane]
         return WHOLE if traits_of(node).is_random else below
+
+
+def _is_settled(node: Node) -> bool:
+    """Whether a node compares draws from [0, 1) with a number that decides it: a dropout of 0, written by hand."""
+    source, bound = (*node.args, None, None)[:2]
+    is_drawn = isinstance(source, Node) and op_name(source) in ("rand", "rand_like")
+    if not is_drawn or not isinstance(bound, (int, float)):
+        return False
+    return bound <= 0 if op_name(node) == "ge" else bound >= 1 and op_name(node) == "lt"
 
 
 _SOURCES: tuple[type[Source], ...] = (Unwritten, UndefinedCasts, HiddenRows, Ties, Draws)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -80,16 +81,20 @@ def _values_of(reference: Reference, candidate: torch.Tensor) -> TensorValues | 
     return tensor_values(baseline, candidate)
 
 
-def is_compensated(local: Judgement, accumulated: Judgement, reference: Reference, tensor: torch.Tensor) -> bool:
+def is_compensated(local: ReplayedTensor, accumulated: Judgement, reference: Reference, tensor: torch.Tensor) -> bool:
     """Whether the op was only fed and written another way (a scale moved into its input, say).
 
     An error that the op really introduced is in its result; here the result is closer to the baseline than that.
     """
     # If everything depends on a tie, no error was counted; a candidate that chose as the baseline did has none.
     of_result = reference.distance(tensor) if reference.is_silent else accumulated.rms_error
-    if local.rms_error is None or of_result is None:
-        return False
-    return local.rms_error > _COMPENSATED * of_result
+    introduced = local.judgement.rms_error
+    chosen = [mask for reason, mask in reference.known.exempt.items() if reason in CHOICES]
+    if chosen and not reference.is_silent and tensor.shape == local.predicted.shape:
+        # What is right beside a tie says nothing of an error that is below the tie alone.
+        apart = (tensor.double() - local.predicted).square_()
+        introduced = float(torch.where(functools.reduce(torch.logical_or, chosen), 0.0, apart).mean().sqrt())
+    return introduced is not None and of_result is not None and introduced > _COMPENSATED * of_result
 
 
 def padding_differs(tensor: torch.Tensor, reference: Reference) -> bool:
@@ -373,7 +378,7 @@ class Score:
         if replayed is None or (replayed.judgement.is_empty and is_clean):
             return by_floor if replay is None else dataclasses.replace(by_floor, judgement=reference.judge(tensor))
         local = replayed.judgement
-        if local.verdict in FLAGGED and is_compensated(local, accumulated, reference, tensor):
+        if local.verdict in FLAGGED and is_compensated(replayed, accumulated, reference, tensor):
             return dataclasses.replace(by_floor, judgement=reference.judge(tensor), contradicts=is_clean)
         exempt = exempt_by_replay(replayed, by_floor.exempt, tensor)
         by_replay = dataclasses.replace(by_floor, inherited=partial(inherited_in, replayed, reference), exempt=exempt)
