@@ -7,11 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.judge.cases import module_cases
+from glassengine.judge.replay.expected import ReplayedTensor
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.program import ProgramSide
 from glassengine.judge.sides.protocol import Guarantee, Place
 from glassengine.judge.site_pairs import SitePair, pair_sites
-from glassengine.judge.verdict.score import Score, contradicted_region
+from glassengine.judge.verdict.score import Score, contradicted_region, is_compensated
+from glassengine.numerics.exemptions import PADDING, TIES
+from glassengine.numerics.judgement import Judgement
+from glassengine.numerics.kinds import KnownValues
+from glassengine.numerics.verdict import Reference
 from glassengine.program import export_program, load_model
 from glassengine.results import FLAGGED
 from tests.corpus import corpus
@@ -171,3 +176,19 @@ def test_every_path_must_end_at_a_contradiction() -> None:
     assert contradicted_region(start, {first.name}, {first.name, second.name}) is None
     assert contradicted_region(start, {first.name}, {first.name}) is None, "a result"
     assert contradicted_region(start, set(), set()) is None
+
+
+@pytest.mark.parametrize(
+    ("column", "is_excused"), [(0, False), (1, False), (2, True)], ids=["below a tie", "padding", "of what counts"]
+)
+def test_only_an_error_of_elements_that_count_is_excused_by_the_result(column: int, is_excused: bool) -> None:
+    """Of three columns the first is below a tie and the second is padding; the op makes an error in one of them."""
+    exact = torch.randn(4, 3, dtype=torch.float64)
+    columns = torch.arange(3).expand(4, 3)
+    known = KnownValues({TIES: columns == 0, PADDING: columns == 1})
+    valid, tied = columns != 1, columns == 0
+    reference = Reference(exact, exact.float(), [], dtype=torch.float32, valid=valid, tied=tied, known=known)
+    predicted = torch.where(columns == column, exact + 1.0, exact)
+    local = ReplayedTensor(Judgement("wrong", 1e6, 0.6), predicted, reference.judge)
+    tensor = exact.float()
+    assert is_compensated(local, reference.judge(tensor), reference, tensor) is is_excused

@@ -355,7 +355,9 @@ def is_rounding(x: Tensor, y: Tensor, runs: Sequence[Tensor]) -> bool:
     own = [run.double() for run in runs if run.shape == x.shape]
     if not own:  # runs that round otherwise have another op there: an attention is written out
         apart = largest_difference(x, y)
-        return apart is not None and apart <= _FEW_ROUNDINGS * unit_roundoff(x.dtype) * (_largest(x) or 0.0)
+        return apart is not None and apart <= _FEW_ROUNDINGS * unit_roundoff(x.dtype) * (
+            _largest(x.nan_to_num(0.0, 0.0, 0.0)) or 0.0
+        )
     return Reference(x.double(), x, own, dtype=x.dtype, valid=None).judge(y).verdict != "wrong"
 
 

@@ -188,10 +188,10 @@ class WrongTensorSearch:
         ]
         own = [] if proposed is None else [proposed]
         known = {seen.name for seen in (*own, *near)}.union(names, inputs, behind) & tensors.nodes.keys()
-        foreign, others_ops = pairs.foreign(node, known), pairs.of_other_ops(node)
+        foreign, of_others = pairs.foreign(node, known), pairs.of_other_ops(node)
 
         def of_its_layer(name: str) -> bool:
-            return foreign.get(name, 0) <= MOST_FOREIGN and not others_ops >> tensors.order[name] & 1
+            return foreign.get(name, 0) <= MOST_FOREIGN and not of_others >> tensors.order[name] & 1
 
         near = [seen for seen in near if of_its_layer(seen.name)][:_MOST_NEAR]
         behind = self._one_of_each(list(filter(of_its_layer, behind)), predicted)[:_TRIALS]

@@ -88,13 +88,22 @@ def is_compensated(local: ReplayedTensor, accumulated: Judgement, reference: Ref
     """
     # If everything depends on a tie, no error was counted; a candidate that chose as the baseline did has none.
     of_result = reference.distance(tensor) if reference.is_silent else accumulated.rms_error
-    introduced = local.judgement.rms_error
-    chosen = [mask for reason, mask in reference.known.exempt.items() if reason in CHOICES]
-    if chosen and not reference.is_silent and tensor.shape == local.predicted.shape:
+    introduced, exempt = local.judgement.rms_error, reference.known.exempt
+    is_partly_chosen = bool(CHOICES & exempt.keys()) and not reference.is_silent
+    if introduced is not None and is_partly_chosen and tensor.shape == local.predicted.shape:
         # What is right beside a tie says nothing of an error that is below the tie alone.
-        apart = (tensor.double() - local.predicted).square_()
-        introduced = float(torch.where(functools.reduce(torch.logical_or, chosen), 0.0, apart).mean().sqrt())
+        apart = tensor.double() - local.predicted
+        left_out = functools.reduce(torch.logical_or, exempt.values()).expand(apart.shape)
+        introduced = _rms(apart[~left_out])
     return introduced is not None and of_result is not None and introduced > _COMPENSATED * of_result
+
+
+def _rms(error: torch.Tensor) -> float:
+    """Return the root mean square of an error in float64; what is not finite is none."""
+    square = error.square()
+    if not is_finite(square):
+        square.nan_to_num_(0.0, 0.0, 0.0)
+    return float(square.mean().sqrt()) if square.numel() else 0.0
 
 
 def padding_differs(tensor: torch.Tensor, reference: Reference) -> bool:
@@ -113,10 +122,7 @@ def inherited_in(found: ReplayedTensor, reference: Reference) -> float | None:
     predicted = found.predicted
     if predicted.shape != reference.exact.shape or not predicted.is_floating_point():
         return None
-    square = (predicted - reference.exact).square_()
-    if not is_finite(square):
-        square.nan_to_num_(0.0, 0.0, 0.0)
-    return float(square.mean().sqrt()) if square.numel() else 0.0
+    return _rms(predicted - reference.exact)
 
 
 def exempt_by_replay(found: ReplayedTensor, accumulated: Masks, tensor: torch.Tensor) -> Masks:

@@ -191,8 +191,8 @@ def cut_off(question: Question) -> Iterator[Hypothesis]:
 def filled(question: Question) -> Iterator[Hypothesis]:
     """Yield: what a mask hides is filled with another number."""
     right, actual, end = question.right, question.actual, question.trial.end
-    ops = [node for node in question.trial.ops if op_name(node) in FILLING]
-    if not ops or not _is_comparable(question, _LEAST, is_finite=False):
+    has_mask = any(op_name(node) in FILLING for node in question.trial.ops)
+    if not has_mask or not _is_comparable(question, _LEAST, is_finite=False):
         return
     least = right.min()
     hidden = right == least
