@@ -134,7 +134,9 @@ class ProgramPairs:
         """
         above, once = self._made_of[node.name], 0
         shared: list[tuple[float, int, int]] = []
-        for ours, theirs in ((ours, theirs) for ours, theirs in self._readers if theirs):
+        for ours, theirs in self._readers:
+            if not theirs:
+                continue
             own, number, is_shared = (above & ours).bit_count(), ours.bit_count(), ours.bit_count() > 1
             if not own and not is_shared and theirs.bit_count() == 1:
                 once |= theirs
@@ -151,7 +153,10 @@ class ProgramPairs:
 
     @cached_property
     def _readers(self) -> list[tuple[int, int]]:
-        """Of each weight that both sides have, the ops of the baseline that read it, and the candidate's, as bits."""
+        """Of each weight that both sides have, as bits, the ops of the baseline that read it, and the candidate's.
+
+        No op of the candidate may read it.
+        """
         nodes = {node.name: node for node in self._baseline.graph.nodes}
         found: dict[tuple[str, ...], list[int]] = {}
         for weight in self._baseline.weights():

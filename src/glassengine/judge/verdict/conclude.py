@@ -54,8 +54,7 @@ from glassengine.results import (
     counts_of,
     worst,
 )
-from glassengine.results.sentences import parts_of_source
-from glassengine.sites import Site
+from glassengine.sites import Site, code_of_line
 
 _LABEL = re.compile(r"\S+\.\d+")
 """What a hint calls one tensor, in one pass of a loop."""
@@ -343,8 +342,8 @@ def as_written(score: Score, program: Program, divergence: Divergence) -> Diverg
     if both is not None:
         return dataclasses.replace(named, source=both[0], candidate_source=both[1])
     line = line or _source_there(score, named)
-    codes = [parts_of_source(one or "")[1] for one in (line, named.source)]
-    if line and line != added and own and divergence.node in known and named.source and codes[0] != codes[1]:
+    is_another = code_of_line(line) != code_of_line(named.source)
+    if line and line != added and own and divergence.node in known and named.source and is_another:
         is_other = is_beside(program, own, known, divergence, line)
         line = line_of_same_ops(program, own, named.source) if is_other else line
     return dataclasses.replace(named, candidate_source=line)
