@@ -155,7 +155,7 @@ class ProgramPairs:
     def _readers(self) -> list[tuple[int, int]]:
         """Of each weight that both sides have, as bits, the ops of the baseline that read it, and the candidate's.
 
-        No op of the candidate may read it.
+        The candidate's are 0 where none of its ops reads the weight.
         """
         nodes = {node.name: node for node in self._baseline.graph.nodes}
         found: dict[tuple[str, ...], list[int]] = {}
