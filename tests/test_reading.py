@@ -101,7 +101,6 @@ REASONS: dict[str, dict[str, str]] = {
     "plugins/serving/interpreter.py": {"json.loads": "what our own child process answered"},
     "cli/skill.py": {"read_text": "a file of this package"},
     "plugins/serving/vllm/inside/glassengine_vllm_run.py": {"json.load": "what our own parent process sent"},
-    "testing/quantized.py": {"json.loads": "what the test wrote", "read_text": "what the test wrote"},
     "writing.py": {"os.open": "directories, to lock them and to write them out"},
 }
 """File -> call -> why it is not one of the room's."""

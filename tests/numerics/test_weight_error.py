@@ -12,7 +12,7 @@ from torch import Tensor
 
 from glassengine.numerics.weight_error import WeightError, judge_weight
 from glassengine.program.loading.quantized_grid import float8_grid, integer_grid
-from glassengine.testing.quantized import compensated, round_to_nearest
+from tests.quantized import compensated, round_to_nearest
 
 GROUP = 32
 SIZES = [(64, 64), (96, 256), (32, 512)]

@@ -12,8 +12,8 @@ import glassengine as glass
 from glassengine import commands
 from glassengine.errors import BackendError
 from glassengine.recording.reader import Recording
-from glassengine.testing.onnx_models import onnx_control_flow, onnx_mlp, onnx_text
 from tests import children
+from tests.onnx_models import onnx_control_flow, onnx_mlp, onnx_text
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

@@ -18,7 +18,7 @@ from glassengine.plugins.quantized import effects
 from glassengine.progress import Work
 from glassengine.results import Interrupted
 from glassengine.testing import models
-from glassengine.testing.quantized import save_quantized
+from tests.quantized import save_quantized
 
 NETS = """
 import os, signal

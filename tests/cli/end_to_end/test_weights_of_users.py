@@ -14,7 +14,7 @@ import glassengine as glass
 from glassengine.cli.main import main
 from glassengine.testing import models
 from glassengine.testing.checkpoints import save_checkpoint
-from glassengine.testing.quantized import save_quantized
+from tests.quantized import save_quantized
 
 IDS = [[1, 5, 9, 7]]
 HEAD = "base_model.model.model.layers.0.mlp.up_proj.lora_"

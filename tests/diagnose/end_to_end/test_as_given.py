@@ -18,8 +18,8 @@ from glassengine.diagnose import check
 from glassengine.errors import IncomparableError
 from glassengine.program.user_code.forward import describe_training, influential_modes, training_modules
 from glassengine.results import Comparison
-from glassengine.testing.quantized import save_quantized
 from tests.diagnose.end_to_end.outside import Net, Words, changed, ids, x
+from tests.quantized import save_quantized
 
 BUNDLED = Path(__file__).resolve().parents[3] / "examples" / "tiny-llama"
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import glassengine as glass
 from glassengine import commands
-from glassengine.testing.onnx_models import onnx_text
+from tests.onnx_models import onnx_text
 
 
 def test_a_record_of_an_onnx_file_needs_no_inputs(tmp_path: Path) -> None:

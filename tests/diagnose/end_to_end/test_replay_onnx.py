@@ -11,7 +11,7 @@ import torch
 import glassengine as glass
 from glassengine.cli.main import main
 from glassengine.errors import CorruptError, UsageError
-from glassengine.testing.onnx_models import onnx_control_flow
+from tests.onnx_models import onnx_control_flow
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

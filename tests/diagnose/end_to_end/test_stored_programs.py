@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import glassengine as glass
 from glassengine.errors import BackendError, UsageError
 from glassengine.results import Comparison
-from glassengine.testing.onnx_models import onnx_control_flow, onnx_mlp, onnx_text
+from tests.onnx_models import onnx_control_flow, onnx_mlp, onnx_text
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

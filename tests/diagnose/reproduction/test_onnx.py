@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import glassengine as glass
-from glassengine.testing.onnx_models import onnx_mlp, onnx_text
+from tests.onnx_models import onnx_mlp, onnx_text
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import glassengine as glass
-from glassengine.testing.onnx_models import onnx_text
+from tests.onnx_models import onnx_text
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

@@ -15,7 +15,7 @@ from glassengine.capture.observers import run_program
 from glassengine.program.loading.stored import onnx_model, onnx_program
 from glassengine.program.onnx.file import OnnxFile, read_onnx
 from glassengine.program.onnx.function import Composite, is_of_runtime_alone
-from glassengine.testing.onnx_models import onnx_text
+from tests.onnx_models import onnx_text
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

@@ -14,7 +14,7 @@ from glassengine.capture.observers import run_program
 from glassengine.program.loading.stored import onnx_program
 from glassengine.program.onnx.file import OnnxFile
 from glassengine.program.onnx.function import Composite
-from glassengine.testing.onnx_models import onnx_text
+from tests.onnx_models import onnx_text
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")

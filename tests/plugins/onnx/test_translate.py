@@ -20,8 +20,8 @@ from glassengine.program.onnx.file import OnnxFile
 from glassengine.program.onnx.function import OneNode, OnnxFunction
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.stored import load_program, save_program
-from glassengine.testing.onnx_models import onnx_control_flow, onnx_mlp
 from tests import children
+from tests.onnx_models import onnx_control_flow, onnx_mlp
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

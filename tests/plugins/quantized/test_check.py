@@ -22,7 +22,7 @@ from glassengine.report.terminal_check import check as screen
 from glassengine.results import Comparison, QuantizedWeight
 from glassengine.testing import models
 from glassengine.testing.architectures import FAMILIES, save_family
-from glassengine.testing.quantized import save_quantized
+from tests.quantized import save_quantized
 
 V, UP, DOWN = (f"model.layers.{path}" for path in ("1.self_attn.v_proj", "0.mlp.up_proj", "1.mlp.down_proj"))
 

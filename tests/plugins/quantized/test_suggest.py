@@ -18,8 +18,8 @@ from glassengine.plugins.quantized.effects import difference, outcome_of
 from glassengine.plugins.quantized.suggest import MixedDtypes, smallest
 from glassengine.progress import silent
 from glassengine.testing import models
-from glassengine.testing.quantized import save_quantized
 from tests.plugins.quantized.test_check import base as base
+from tests.quantized import save_quantized
 
 
 class Block(nn.Module):

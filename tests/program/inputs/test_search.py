@@ -14,8 +14,8 @@ from glassengine.errors import UsageError
 from glassengine.program import load_model
 from glassengine.program.inputs.modules import stored_inputs
 from glassengine.program.kinds.example_inputs import MadeUp
-from glassengine.testing.onnx_models import onnx_text
 from tests.corpus.mistakes.input_mutations import unseen
+from tests.onnx_models import onnx_text
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

@@ -15,7 +15,7 @@ from glassengine.errors import CorruptError, UsageError
 from glassengine.program import load_model
 from glassengine.program.loading.checkpoint_files import read_tensors, require_plain_files, weight_files
 from glassengine.testing import models
-from glassengine.testing.quantized import save_quantized
+from tests.quantized import save_quantized
 
 
 def shard(directory: Path) -> list[str]:

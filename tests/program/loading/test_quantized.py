@@ -18,7 +18,7 @@ from glassengine.program import load_model
 from glassengine.program.loading.quantized import is_quantized, quantization_steps
 from glassengine.program.loading.quantized_grid import unpack
 from glassengine.testing import models
-from glassengine.testing.quantized import gptq_tensors, round_to_nearest, save_quantized
+from tests.quantized import gptq_tensors, round_to_nearest, save_quantized
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 

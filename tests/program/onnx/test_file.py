@@ -11,7 +11,7 @@ import torch
 
 from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.program.onnx.file import bare_model, fill, read_onnx
-from glassengine.testing.onnx_models import onnx_mlp, onnx_text
+from tests.onnx_models import onnx_mlp, onnx_text
 
 onnx = pytest.importorskip("onnx")
 
