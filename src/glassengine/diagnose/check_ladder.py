@@ -386,6 +386,7 @@ class Ladder:
                 cases=climb.cases,
                 differences=climb.differences,
                 notes=climb.notes,
+                seeded=climb.seeded,
                 **more,
             )
 

@@ -43,6 +43,21 @@ _FAR_FROM_NATIVE = 100.0  # times the floor of one run, which may be ten times t
 _UNDECIDED = "not judged: the baseline's own rounding changes it as much on these inputs"
 
 
+@dataclass(frozen=True)
+class Seeded:
+    """What two models that draw random numbers return with one seed, beside the reference, which has no such run.
+
+    Attributes:
+        text: In words.
+        is_known: Whether they return the same, or may return something else because they draw in another order.
+        other_draws: What one draws and the other does not, in words, where they do not return the same.
+    """
+
+    text: str
+    is_known: bool
+    other_draws: tuple[str, ...] = ()
+
+
 @dataclass
 class EndToEnd:
     """Keeps, for each result of the baseline, the worst that one side made of it.
@@ -305,10 +320,22 @@ def results_of(program: Program) -> list[str]:
     return [name for name in program.output_nodes if name not in caches and not name.startswith((PREFIX, STATE))]
 
 
-def results_left(sides: Sequence[EndToEnd]) -> str | None:
-    """Return in words which results of the baseline no side of the candidate has; None where all were compared."""
+def are_random(sides: Iterable[EndToEnd]) -> bool:
+    """Whether results were left out because each run draws other numbers."""
+    return any(_RANDOM in side.not_compared.values() for side in sides)
+
+
+def results_left(sides: Sequence[EndToEnd], seeded: Seeded | None = None) -> str | None:
+    """Return in words which results of the baseline no side of the candidate has; None where all were compared.
+
+    Args:
+        sides: Of the candidate.
+        seeded: What both return with one seed; None where that is not known.
+    """
     if not sides:
         return None
+    if seeded is not None and not seeded.is_known and are_random(sides):
+        return seeded.text
     reasons = {why for side in sides for why in side.not_compared.values()}
     if not any(side.compared for side in sides) and reasons != {_RANDOM}:
         return f"no result of the candidate was compared with the baseline's: {', '.join(results_of(sides[0].program))}"

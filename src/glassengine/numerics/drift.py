@@ -34,6 +34,9 @@ LOST = 0.5
 
 LITTLE_LEFT = 0.1
 """Noise over signal from which on little is left of it: 10 dB."""
+_HIDING = 1e4
+"""Numbers from here on may be those by which a mask hides."""
+
 _ENOUGH = 0.5
 """Share of the rows of the finest side that a side observed at modules must have, to make the table."""
 
@@ -125,6 +128,21 @@ def loss_of(noise: float, signal: float) -> float:
     if not noise:
         return 0.0
     return noise / signal if signal else math.inf
+
+
+def signal_of(baseline: Tensor, value: Tensor | None) -> float:
+    """Return the signal-to-noise ratio in dB of two results; of whole numbers whether they are the same."""
+    if value is None or value.shape != baseline.shape:
+        return -math.inf
+    if baseline.equal(value):
+        return math.inf
+    if not (baseline.is_floating_point() and value.is_floating_point()):
+        return -math.inf
+    b, c = baseline.detach().double(), value.detach().double()
+    counted = (b.abs() < _HIDING) & (c.abs() < _HIDING)  # masks hide by any large number, or by infinity
+    b, c = b[counted], c[counted]
+    noise, signal = float((c - b).square().sum()), float(b.square().sum())
+    return decibels(loss_of(noise, signal))
 
 
 def shared(rows: Sequence[DriftRow]) -> tuple[DriftRow, ...]:

@@ -8,7 +8,6 @@ is a difference of the results.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,10 +16,13 @@ import torch
 from torch import nn
 
 from glassengine.diagnose.ladder.climb import Climb
+from glassengine.diagnose.ladder.draws import with_one_seed
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.judge.end_to_end import results_of
 from glassengine.judge.sides.arguments import CACHE, Arguments
-from glassengine.numerics.drift import decibels, loss_of
+from glassengine.judge.sides.program import ProgramSide
+from glassengine.judge.sides.protocol import Place
+from glassengine.numerics.drift import decibels, signal_of
 from glassengine.numerics.mask_values import same_where
 from glassengine.program import LoadedModel
 from glassengine.program.onnx.session import OnnxModel, SessionSettings
@@ -34,9 +36,6 @@ _SAME_DB, _LOST_DB = 40.0, 20.0
 
 _REPEATED_DB = 60.0
 """Signal of two calls of one module with the same inputs: below, it remembers something."""
-
-_LARGE = 1e4
-"""Numbers from here on may be those by which a mask hides."""
 
 _MODES_CHANGED = "given in training mode, compared in evaluation mode: call .eval() in what you ship"
 
@@ -77,6 +76,11 @@ def as_given(climb: Climb, baseline: LoadedModel, candidate: LoadedModel | None,
     climb.differences += modes.differences
     for who in modes.mattering:
         sides[who].training = models[who].training
+    if candidate is not None and baseline.stored is None and candidate.stored is None:
+        at_ops = [score.side for score in climb.scores if score.side.place is Place.CANDIDATE]
+        if at_ops and isinstance(at_ops[0], ProgramSide):
+            programs = climb.program, at_ops[0].program
+            climb.seeded = with_one_seed(sides["baseline"], sides["candidate"], step, programs)
     calls_again = calls_again and not climb.program.generates
     if candidate is not None and calls_again and baseline.stored is None and not climb.differences:
         _call_twice(climb, *sides.values())
@@ -147,7 +151,7 @@ def _call_twice(climb: Climb, ours: Any, theirs: Any) -> None:
     if changed is None:
         return
     found = _calls(ours, step, changed)
-    if found is None or all(_signal(value, found.second.get(name)) > _SAME_DB for name, value in found.first.items()):
+    if found is None or all(signal_of(value, found.second.get(name)) > _SAME_DB for name, value in found.first.items()):
         return  # the change does not show in what the baseline returns, or it cannot be called so
     other = _calls(theirs, step, changed)
     if other is None:
@@ -161,7 +165,7 @@ def _call_twice(climb: Climb, ours: Any, theirs: Any) -> None:
         and name in other.first
         and other.first[name].shape == value.shape
     ]
-    agree = {name: _signal(found.first[name], other.first[name]) > _SAME_DB for name in names}
+    agree = {name: signal_of(found.first[name], other.first[name]) > _SAME_DB for name in names}
     for name in names:
         if not same_where(other.kept[name], other.first[name], None) and same_where(
             found.kept[name], found.first[name], None
@@ -171,8 +175,8 @@ def _call_twice(climb: Climb, ours: Any, theirs: Any) -> None:
             climb.differences.append(
                 f"a second call of the candidate gives a wrong {name}: something is left of the call before"
             )
-        elif agree[name] and _signal(found.second[name], other.second[name]) < _LOST_DB:
-            stale = _signal(other.first[name], other.second[name]) > _SAME_DB
+        elif agree[name] and signal_of(found.second[name], other.second[name]) < _LOST_DB:
+            stale = signal_of(other.first[name], other.second[name]) > _SAME_DB
             how = "it is that of the first call" if stale else "the first call agrees"
             if stale or all(agree.values()):  # another wrong result has its own cause, which other inputs show here
                 climb.differences.append(
@@ -198,7 +202,7 @@ class _Calls:
 
     def remembers(self, name: str) -> bool:
         """Whether a result depends on the call before: the same code runs on the same inputs."""
-        return name in self.alone and _signal(self.alone[name], self.second[name]) < _REPEATED_DB
+        return name in self.alone and signal_of(self.alone[name], self.second[name]) < _REPEATED_DB
 
 
 def _calls(side: Any, step: Mapping[str, Any], changed: Mapping[str, Any]) -> _Calls | None:
@@ -239,21 +243,6 @@ def _changed(step: Mapping[str, Any]) -> dict[str, Any] | None:
 
     changed = {name: move(value) for name, value in step.items()}
     return changed if moved else None
-
-
-def _signal(baseline: torch.Tensor, value: torch.Tensor | None) -> float:
-    """Return the signal-to-noise ratio in dB; of whole numbers whether they are the same."""
-    if value is None or value.shape != baseline.shape:
-        return -math.inf
-    if torch.equal(baseline, value):
-        return math.inf
-    if not (baseline.is_floating_point() and value.is_floating_point()):
-        return -math.inf
-    b, c = baseline.detach().double(), value.detach().double()
-    counted = (b.abs() < _LARGE) & (c.abs() < _LARGE)  # masks hide by any large number, or by infinity
-    b, c = b[counted], c[counted]
-    noise, signal = float((c - b).square().sum()), float(b.square().sum())
-    return decibels(loss_of(noise, signal))
 
 
 _LEAST = 1.0

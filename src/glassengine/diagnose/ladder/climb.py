@@ -11,7 +11,7 @@ import torch
 
 from glassengine.engine.run.engine import Engine
 from glassengine.judge.cases import Case
-from glassengine.judge.end_to_end import Severity
+from glassengine.judge.end_to_end import Seeded, Severity
 from glassengine.judge.replay.reference import PLAIN, CoarseArithmetic
 from glassengine.judge.replay.replay import covered
 from glassengine.judge.sides.module import ModuleSide
@@ -36,6 +36,7 @@ class Climb:
     `built` is what the engines are built from, `pairs` which of its ops are those of the baseline's program, and
     `candidate` names what is built. `coarsest` is the dtype of the coarsest side, None where that is the baseline's.
     `differences` are those of the sides as a user runs them, in words, and `notes` are other remarks on them.
+    `seeded` is what both models return with one seed, where they draw.
     `chosen` has, of each case, the tokens of its first row that follow each step.
     """
 
@@ -57,6 +58,7 @@ class Climb:
     severity: dict[str, Severity] = field(default_factory=dict)
     chosen: dict[str, list[int]] = field(default_factory=dict)
     weights: WeightsComparison | None = None
+    seeded: Seeded | None = None
     stack: ExitStack = field(default_factory=ExitStack)
 
     def of_runtime(self, kernels: Kernels) -> Accumulation:

@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from glassengine.errors import IncomparableError
 from glassengine.judge.cases import Case
-from glassengine.judge.end_to_end import Severity, results_left, results_of
+from glassengine.judge.end_to_end import Seeded, Severity, are_random, results_left, results_of
 from glassengine.judge.exclusions.perturbation import unread_nodes
 from glassengine.judge.replay.replay import covered
 from glassengine.judge.sides.protocol import ObservedAt, Place, float_nodes
@@ -96,6 +96,7 @@ def findings_of(
     texts: Mapping[str, tuple[str, ...]] | None = None,
     differences: Sequence[str] = (),
     notes: Sequence[str] = (),
+    seeded: Seeded | None = None,
 ) -> Findings:
     """Return what the scores of all sides come to; `results.findings` has the rule of `ok`.
 
@@ -144,17 +145,18 @@ def findings_of(
     all_skipped = [
         *skipped,
         *left_out,
-        *not_judged(program, scores, main, [*skipped, *left_out]),
+        *not_judged(program, scores, main, [*skipped, *left_out], seeded),
     ]
+    drawn = seeded.other_draws if seeded is not None and are_random(score.results for score in scores) else ()
     return Findings(
         baseline=baseline,
         candidate=candidate,
         environment=environment,
         inside=inside,
         inside_reason=accumulated if first is None else None,
-        differences=[*differences, *memorized(program, scores)],
+        differences=[*differences, *drawn, *memorized(program, scores)],
         token_change=None if release is None else release.first_change,
-        left=results_left([score.results for score in scores[1:]]),
+        left=results_left([score.results for score in scores[1:]], seeded),
         missing=missing(main, program) if judged < min_coverage else None,
         first_divergence=first,
         origins=origins,

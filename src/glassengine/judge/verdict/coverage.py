@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 from glassengine.errors import shortened
+from glassengine.judge.end_to_end import Seeded, are_random
 from glassengine.judge.replay.values import called
 from glassengine.judge.sides.protocol import ObservedAt, Place, float_nodes
 from glassengine.judge.verdict.score import Score
@@ -142,10 +143,12 @@ def missing(score: Score, program: Program) -> str:
     return f"{what}; --min-coverage 0 accepts the results alone"
 
 
-def not_judged(program: Program, scores: Sequence[Score], main: Score, known: Sequence[Skipped]) -> list[Skipped]:
+def not_judged(
+    program: Program, scores: Sequence[Score], main: Score, known: Sequence[Skipped], seeded: Seeded | None
+) -> list[Skipped]:
     """Return what was left out of the judgement of all sides, beside what is `known` of it."""
     return [
-        *_results_left_out(scores),
+        *_results_left_out(scores, seeded),
         *_unobserved(main, program, known),
         *_reordered(scores, program),
         *_without_value(program),
@@ -154,9 +157,10 @@ def not_judged(program: Program, scores: Sequence[Score], main: Score, known: Se
     ]
 
 
-def _results_left_out(scores: Sequence[Score]) -> list[Skipped]:
+def _results_left_out(scores: Sequence[Score], seeded: Seeded | None) -> list[Skipped]:
+    beside = f"; {seeded.text}" if seeded is not None and are_random(score.results for score in scores) else ""
     return [
-        Skipped(name, "both", f"not compared end to end: {why}", level=score.side.level)
+        Skipped(name, "both", f"not compared end to end: {why}{beside}", level=score.side.level)
         for score in scores
         for name, why in score.results.not_compared.items()
     ]

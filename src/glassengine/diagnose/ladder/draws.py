@@ -1,0 +1,119 @@
+"""Models that draw random numbers: what both draw, and what both return with the same seed.
+
+Each run draws other numbers, so that no result is compared with the reference. With one seed, two models that draw the
+same in the same order get the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+from glassengine.judge.end_to_end import Seeded
+from glassengine.numerics.drift import signal_of
+from glassengine.ops.traits import traits_of
+from glassengine.program.representation.naming import op_name
+from glassengine.program.representation.program import Program
+from glassengine.program.representation.signature import named_results
+from glassengine.program.user_code.module_state import applied_state, own_copies
+from glassengine.results.sentences import place_of
+
+_SAME_DB = 40.0
+_ROUNDING = 1e-6
+"""Relative change of the inputs after which results that rounding does not decide are the same."""
+
+_DISTRIBUTIONS = {
+    "rand": "uniform",
+    "rand_like": "uniform",
+    "bernoulli": "uniform",  # as written by hand: rand() < p
+    "dropout": "uniform",
+    "native_dropout": "uniform",
+    "randn": "normal",
+    "randn_like": "normal",
+}
+
+
+class _Draw(NamedTuple):
+    """Numbers that an op draws: their distribution and shape."""
+
+    distribution: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.distribution} numbers {list(self.shape)}"
+
+
+def with_one_seed(ours: Any, theirs: Any, step: Mapping[str, Any], programs: tuple[Program, Program]) -> Seeded | None:
+    """Return what both models return with the same seed; None where one draws nothing, or its forward raises.
+
+    Args:
+        ours: Side of the baseline's module.
+        theirs: Side of the candidate's.
+        step: Inputs.
+        programs: Of both.
+    """
+    if not any(_random(program) for program in programs):
+        return None
+    try:
+        first, again, other = _returned(ours, step), _returned(ours, _nudged(step)), _returned(theirs, step)
+    except Exception:  # of a user's code: the forward raises again where it is judged, and is reported there
+        return None
+    shared = [name for name in first if name in other]
+    if not shared:
+        return None
+    worst = min(shared, key=lambda name: signal_of(first[name], other[name]))
+    found, steady = signal_of(first[worst], other[worst]), signal_of(first[worst], again[worst])
+    size = "" if math.isinf(found) else f" ({found:.0f} dB)"
+    if found > _SAME_DB:
+        return Seeded(f"with one seed both models return the same {worst}{size}", is_known=True)
+    drawn = [[draw for draw, _ in _draws(program)] for program in programs]
+    text = f"with one seed the models differ in {worst}{size}"
+    return Seeded(text, is_known=drawn[0] != drawn[1] or steady < _SAME_DB, other_draws=tuple(_differences(*programs)))
+
+
+def _returned(side: Any, step: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    arguments = dict(step) if side.arguments is None else side.arguments.of(step)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), applied_state(side.module, side.state):
+        torch.manual_seed(0)
+        return named_results(side.module(**own_copies(arguments)))
+
+
+def _nudged(step: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value * (1 + _ROUNDING) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in step.items()
+    }
+
+
+def _random(program: Program) -> list[Node]:
+    return [node for node in program.graph.nodes if traits_of(node).is_random]
+
+
+def _draws(program: Program) -> Iterator[tuple[_Draw, str]]:
+    """Yield what each op draws, and its line."""
+    for node in _random(program):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            name, sites = op_name(node), program.sites.by_node.get(node.name)
+            source = sites[0].source if sites else None
+            draw = _Draw(_DISTRIBUTIONS.get(name, name), tuple(int(size) for size in value.shape))
+            yield draw, f" ({place_of(source)})" if source else ""
+
+
+def _differences(baseline: Program, candidate: Program) -> Iterator[str]:
+    """Yield what one side draws and the other does not."""
+    ours, theirs = list(_draws(baseline)), list(_draws(candidate))
+    more, less = (Counter(draw for draw, _ in one) for one in (theirs, ours))
+    here = [(draw, line) for draw, line in ours if draw in less - more]
+    there = [(draw, line) for draw, line in theirs if draw in more - less]
+    for (own, line), (other, their_line) in zip(here, there, strict=False):
+        yield f"the candidate draws {other}{their_line}, the baseline {own}{line}"
+    for draw, line in here[len(there) :]:
+        yield f"the candidate does not draw {draw}{line}"
+    for draw, line in there[len(here) :]:
+        yield f"the candidate also draws {draw}{line}"

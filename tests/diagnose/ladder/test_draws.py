@@ -1,0 +1,96 @@
+"""Models that draw random numbers: their results are compared with one seed, and what they draw is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import glassengine as glass
+
+Draw = Callable[[Tensor], Tensor]
+
+
+class Sampled(nn.Module):
+    """A tensor with noise of a given size."""
+
+    def __init__(self, draw: Draw, *, is_late: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mean, self.size, self.out = nn.Linear(6, 4), nn.Linear(6, 4), nn.Linear(4, 3)
+        self.draw, self.is_late = draw, is_late
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = self.size(x).exp()
+        if self.is_late:
+            second = torch.rand_like(size)
+            first = self.draw(size)
+        else:
+            first = self.draw(size)
+            second = torch.rand_like(size)
+        return self.out(self.mean(x) + size * first + second)
+
+
+def normal(size: Tensor) -> Tensor:
+    return torch.randn_like(size)
+
+
+def written_out(size: Tensor) -> Tensor:
+    return torch.randn(size.shape)
+
+
+def uniform(size: Tensor) -> Tensor:
+    return torch.rand_like(size)
+
+
+def of_one_row(size: Tensor) -> Tensor:
+    return torch.randn(1, size.shape[-1])
+
+
+def checked(candidate: nn.Module) -> glass.Comparison:
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    return glass.check(Sampled(normal).eval(), candidate=candidate.eval(), inputs={"x": x})
+
+
+def of_results(result: glass.Comparison) -> str:
+    return next(one.reason for one in result.skipped if one.reason.startswith("not compared end to end"))
+
+
+def test_same_draws_give_the_same_results_with_one_seed() -> None:
+    result = checked(Sampled(written_out))
+    assert result.ok, result.not_ok_because
+    assert of_results(result).endswith("; with one seed both models return the same output")
+
+
+@pytest.mark.parametrize(
+    ("draw", "words"), [(uniform, "uniform numbers [5, 4]"), (of_one_row, "normal numbers [1, 4]")]
+)
+def test_another_draw_is_a_difference(draw: Draw, words: str) -> None:
+    result = checked(Sampled(draw))
+    assert not result.ok
+    assert result.not_ok_because is not None
+    assert result.not_ok_because.startswith(f"the candidate draws {words} (")
+    assert ", the baseline normal numbers [5, 4] (" in result.not_ok_because
+
+
+def test_another_order_of_draws_is_told_and_is_no_mistake() -> None:
+    result = checked(Sampled(normal, is_late=True))
+    assert result.ok, result.not_ok_because
+    assert "with one seed the models differ in output" in of_results(result)
+
+
+class Twice(Sampled):
+    """Draws the same, and takes one of two draws for the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = self.size(x).exp()
+        first, second = self.draw(size), self.draw(size)
+        return self.out(self.mean(x) + size * (second if self.is_late else first) + first)
+
+
+def test_other_results_of_the_same_draws_are_not_called_ok() -> None:
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    result = glass.check(Twice(normal).eval(), candidate=Twice(normal, is_late=True).eval(), inputs={"x": x})
+    assert not result.ok
