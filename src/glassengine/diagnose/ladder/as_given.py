@@ -20,7 +20,6 @@ from glassengine.diagnose.ladder.draws import with_one_seed
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.judge.end_to_end import results_of
 from glassengine.judge.sides.arguments import CACHE, Arguments
-from glassengine.judge.sides.program import ProgramSide
 from glassengine.judge.sides.protocol import Place
 from glassengine.numerics.drift import decibels, signal_of
 from glassengine.numerics.mask_values import same_where
@@ -77,10 +76,10 @@ def as_given(climb: Climb, baseline: LoadedModel, candidate: LoadedModel | None,
     for who in modes.mattering:
         sides[who].training = models[who].training
     if candidate is not None and baseline.stored is None and candidate.stored is None:
-        at_ops = [score.side for score in climb.scores if score.side.place is Place.CANDIDATE]
-        if at_ops and isinstance(at_ops[0], ProgramSide):
-            programs = climb.program, at_ops[0].program
-            climb.seeded = with_one_seed(sides["baseline"], sides["candidate"], step, programs)
+        for score in climb.scores:
+            if score.side.place is Place.CANDIDATE and score.side.program is not None:
+                programs = climb.program, score.side.program
+                climb.seeded = with_one_seed(sides["baseline"], sides["candidate"], step, programs)
     calls_again = calls_again and not climb.program.generates
     if candidate is not None and calls_again and baseline.stored is None and not climb.differences:
         _call_twice(climb, *sides.values())
