@@ -966,3 +966,25 @@ def test_a_caller_that_one_side_has_besides_is_not_what_to_change() -> None:
     first = check(models[0], candidate=models[1], inputs={"x": torch.randn(3, 8)}).first_divergence
     assert first is not None and first.hints[0].text == "gelu in the baseline, silu in the candidate"
     assert first.candidate_source is not None and first.candidate_source.endswith("return self.act(self.up(x)) * 0.5")
+
+
+class Normed(nn.Module):
+    """Three equal layers."""
+
+    def __init__(self, without: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.products = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.norms = nn.ModuleList(nn.Identity() if place == without else nn.LayerNorm(8) for place in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for product, norm in zip(self.products, self.norms, strict=True):
+            x = x + product(norm(x)).tanh()
+        return x
+
+
+def test_a_module_that_does_nothing_is_named_by_the_line_that_other_layers_run() -> None:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    first = check(Normed(), candidate=Normed(without=1), inputs={"x": x}).first_divergence
+    assert first is not None and first.hints[0].text == "layer_norm is missing", first
+    assert first.candidate_source is not None and first.candidate_source == first.source

@@ -25,6 +25,7 @@ from glassengine.judge.verdict.corrections import (
     line_of_added_op,
     line_of_number,
     line_of_reader,
+    line_of_other_layers,
     line_of_same_ops,
     line_replaced,
     lines_of_region,
@@ -348,7 +349,7 @@ def as_written(score: Score, program: Program, divergence: Divergence) -> Diverg
     if line and line != added and own and divergence.node in known and named.source and is_another:
         is_other = is_beside(program, own, known, divergence, line)
         line = line_of_same_ops(program, own, named.source) if is_other else line
-    return dataclasses.replace(named, candidate_source=line)
+    return dataclasses.replace(named, candidate_source=line or line_of_other_layers(own, named.source))
 
 
 def _is_right(score: Score, program: Program, line: str) -> bool:

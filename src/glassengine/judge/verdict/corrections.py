@@ -162,6 +162,13 @@ def line_of_same_ops(baseline: Program, program: Program, source: str | None) ->
     return lines.pop() if len(lines) == 1 and Counter(s.op for s in ours) == Counter(s.op for s in theirs) else None
 
 
+def line_of_other_layers(program: Program | None, source: str | None) -> str | None:
+    """Return the candidate's line that is written as a line of the baseline, where only another layer runs its op."""
+    code = code_of_line(source)
+    lines = {site.source for site in program.sites if code and code_of_line(site.source) == code} if program else set()
+    return lines.pop() if len(lines) == 1 else None
+
+
 def line_replaced(baseline: Program, program: Program | None, ours: str | None, theirs: str) -> str | None:
     """Return the line of the baseline that the candidate has another one for, where that of the op is in both."""
     node = None if program is None else next((one.node for one in program.sites if one.source == theirs), None)
