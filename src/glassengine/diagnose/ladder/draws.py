@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from glassengine.judge.end_to_end import Seeded
 from glassengine.numerics.drift import signal_of
@@ -20,6 +21,7 @@ from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.signature import named_results
+from glassengine.program.user_code.forward import uncompiled
 from glassengine.program.user_code.module_state import applied_state, own_copies
 from glassengine.results.sentences import place_of
 
@@ -29,12 +31,10 @@ _ROUNDING = 1e-6
 
 _DISTRIBUTIONS = {
     "rand": "uniform",
-    "rand_like": "uniform",
     "bernoulli": "uniform",  # as written by hand: rand() < p
     "dropout": "uniform",
     "native_dropout": "uniform",
     "randn": "normal",
-    "randn_like": "normal",
 }
 
 
@@ -71,16 +71,18 @@ def with_one_seed(ours: Any, theirs: Any, step: Mapping[str, Any], programs: tup
     size = "" if math.isinf(found) else f" ({found:.0f} dB)"
     if found > _SAME_DB:
         return Seeded(f"with one seed both models return the same {worst}{size}", is_known=True)
-    drawn = [[draw for draw, _ in _draws(program)] for program in programs]
+    drawn = [[(_kind(node), _value(node).shape) for node in _random(program)] for program in programs]
     text = f"with one seed the models differ in {worst}{size}"
     return Seeded(text, is_known=drawn[0] != drawn[1] or steady < _SAME_DB, other_draws=tuple(_differences(*programs)))
 
 
 def _returned(side: Any, step: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     arguments = dict(step) if side.arguments is None else side.arguments.of(step)
+    # Compiled code may draw otherwise.
     with torch.no_grad(), torch.random.fork_rng(devices=[]), applied_state(side.module, side.state):
         torch.manual_seed(0)
-        return named_results(side.module(**own_copies(arguments)))
+        with uncompiled(side.module) as module:
+            return named_results(module(**own_copies(arguments)))
 
 
 def _nudged(step: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,12 +99,20 @@ def _random(program: Program) -> list[Node]:
 def _draws(program: Program) -> Iterator[tuple[_Draw, str]]:
     """Yield what each op draws, and its line."""
     for node in _random(program):
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            name, sites = op_name(node), program.sites.by_node.get(node.name)
-            source = sites[0].source if sites else None
-            draw = _Draw(_DISTRIBUTIONS.get(name, name), tuple(int(size) for size in value.shape))
-            yield draw, f" ({place_of(source)})" if source else ""
+        name, sites = _kind(node), program.sites.by_node.get(node.name)
+        source = sites[0].source if sites else None
+        draw = _Draw(_DISTRIBUTIONS.get(name, name), tuple(int(size) for size in _value(node).shape))
+        yield draw, f" ({place_of(source)})" if source else ""
+
+
+def _kind(node: Node) -> str:
+    return op_name(node).removesuffix("_like").removesuffix("_functional")
+
+
+def _value(node: Node) -> torch.Tensor:
+    """Return the tensor that an op draws: of a dropout, what it leaves."""
+    value: torch.Tensor = pytree.tree_leaves(node.meta["val"])[0]
+    return value
 
 
 def _differences(baseline: Program, candidate: Program) -> Iterator[str]:
