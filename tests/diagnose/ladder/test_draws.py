@@ -43,6 +43,10 @@ def written_out(size: Tensor) -> Tensor:
     return torch.randn(size.shape)
 
 
+def turned(size: Tensor) -> Tensor:
+    return torch.randn(size.T.shape).T
+
+
 def uniform(size: Tensor) -> Tensor:
     return torch.rand_like(size)
 
@@ -75,6 +79,12 @@ def test_another_draw_is_a_difference(draw: Draw, words: str) -> None:
     assert result.not_ok_because is not None
     assert result.not_ok_because.startswith(f"the candidate draws {words} (")
     assert ", the baseline normal numbers [5, 4] (" in result.not_ok_because
+
+
+def test_as_many_numbers_in_another_shape_are_told_and_are_no_mistake() -> None:
+    result = checked(Sampled(turned))
+    assert result.ok, result.not_ok_because
+    assert "with one seed the models differ in output" in of_results(result)
 
 
 def test_another_order_of_draws_is_told_and_is_no_mistake() -> None:

@@ -39,7 +39,7 @@ _DISTRIBUTIONS = {
 
 
 class _Draw(NamedTuple):
-    """Numbers that an op draws: their distribution and shape."""
+    """Numbers that an op draws: their distribution and shape; a size that varies is -1."""
 
     distribution: str
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ def with_one_seed(ours: Any, theirs: Any, step: Mapping[str, Any], programs: tup
     size = "" if math.isinf(found) else f" ({found:.0f} dB)"
     if found > _SAME_DB:
         return Seeded(f"with one seed both models return the same {worst}{size}", is_known=True)
-    drawn = [[(_kind(node), _value(node).shape) for node in _random(program)] for program in programs]
+    drawn = [[(_kind(node), _shape(node)) for node in _random(program)] for program in programs]
     text = f"with one seed the models differ in {worst}{size}"
     return Seeded(text, is_known=drawn[0] != drawn[1] or steady < _SAME_DB, other_draws=tuple(_differences(*programs)))
 
@@ -99,28 +99,34 @@ def _random(program: Program) -> list[Node]:
 def _draws(program: Program) -> Iterator[tuple[_Draw, str]]:
     """Yield what each op draws, and its line."""
     for node in _random(program):
-        name, sites = _kind(node), program.sites.by_node.get(node.name)
+        kind, sites = _kind(node), program.sites.by_node.get(node.name)
         source = sites[0].source if sites else None
-        draw = _Draw(_DISTRIBUTIONS.get(name, name), tuple(int(size) for size in _value(node).shape))
-        yield draw, f" ({place_of(source)})" if source else ""
+        yield _Draw(_DISTRIBUTIONS.get(kind, kind), _shape(node)), f" ({place_of(source)})" if source else ""
 
 
 def _kind(node: Node) -> str:
     return op_name(node).removesuffix("_like").removesuffix("_functional")
 
 
-def _value(node: Node) -> torch.Tensor:
-    """Return the tensor that an op draws: of a dropout, what it leaves."""
-    value: torch.Tensor = pytree.tree_leaves(node.meta["val"])[0]
-    return value
+def _shape(node: Node) -> tuple[int, ...]:
+    """Return the shape of what an op draws: of a dropout, of what it leaves."""
+    return tuple(size if isinstance(size, int) else -1 for size in pytree.tree_leaves(node.meta["val"])[0].shape)
 
 
 def _differences(baseline: Program, candidate: Program) -> Iterator[str]:
-    """Yield what one side draws and the other does not."""
-    ours, theirs = list(_draws(baseline)), list(_draws(candidate))
-    more, less = (Counter(draw for draw, _ in one) for one in (theirs, ours))
-    here = [(draw, line) for draw, line in ours if draw in less - more]
-    there = [(draw, line) for draw, line in theirs if draw in more - less]
+    """Yield what one side draws and the other does not; as many numbers in other shapes are the same."""
+    both = ours, theirs = list(_draws(baseline)), list(_draws(candidate))
+    totals: tuple[Counter[str], Counter[str]] = Counter(), Counter()
+    for total, drawn in zip(totals, both, strict=True):
+        for draw, _ in drawn:
+            if -1 in draw.shape:
+                return
+            total[draw.distribution] += math.prod(draw.shape)
+    more, less = (Counter(draw for draw, _ in drawn) for drawn in (theirs, ours))
+    here, there = (
+        [(draw, line) for draw, line in drawn if draw in alone and len({one[draw.distribution] for one in totals}) > 1]
+        for drawn, alone in ((ours, less - more), (theirs, more - less))
+    )
     for (own, line), (other, their_line) in zip(here, there, strict=False):
         yield f"the candidate draws {other}{their_line}, the baseline {own}{line}"
     for draw, line in here[len(there) :]:
