@@ -247,3 +247,40 @@ def test_an_exchange_is_told_of_the_line_that_the_candidate_has_otherwise() -> N
     first = check(Stacked(), candidate=StackedOtherwise(), inputs={"x": torch.randn(4, 6)}).first_divergence
     assert first is not None and first.hints[0].text == "parts 0 and 1 of stack are exchanged"
     assert str(first.candidate_source).endswith("both = torch.stack([x.sin(), -x.sin()], -1)")
+
+
+class Norm(nn.LayerNorm):
+    """A module of one line."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        nn.init.normal_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class Normed(nn.Module):
+    """Two norms in each layer; a port may leave the second one out."""
+
+    def __init__(self, *, skips: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.products = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.before, self.after = (nn.ModuleList(Norm() for _ in range(3)) for _ in range(2))
+        self.skips = skips
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for product, before, after in zip(self.products, self.before, self.after, strict=True):
+            x = x + product(before(x)).tanh()
+            if not self.skips:
+                x = after(x)
+        return x
+
+
+def test_a_module_that_is_not_called_is_named_where_it_is_called() -> None:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    first = check(Normed(), candidate=Normed(skips=True), inputs={"x": x}).first_divergence
+    assert first is not None and first.hints[0].text == "layer_norm is missing", first
+    assert first.source is not None and first.source.endswith("x = after(x)"), first.source
+    assert first.candidate_source is None

@@ -32,7 +32,7 @@ from glassengine.judge.hypotheses.mistakes.operands import exchanged, left_out
 from glassengine.judge.hypotheses.mistakes.operations import other_ops
 from glassengine.judge.hypotheses.mistakes.tensor_roles import OF_VALUES, are_of_positions, is_counted_alone, only_hides
 from glassengine.judge.hypotheses.mistakes.weights_read import weights
-from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, constants_of
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, called, constants_of
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import OutOfWork, edited
 from glassengine.judge.site_pairs import ancestors, down, passes_on
@@ -195,12 +195,17 @@ def _explained(
     lost = hypothesis.lost
     if lost is not None and lost not in hypothesis.edits and question.is_still_computed(lost):
         return None
+    hypothesis = _as_missing(question, hypothesis)
     change = change_of(question, hypothesis)
     text = hypothesis.text if change.origin is None else f"{hypothesis.text} ({change.origin})"
     left, proven = question.unexplained(made), question.proves(made)
     pairs = pairs_between(question, made)
     kind: Kind = hypothesis.kind if pairs is None else "mask"
-    text = text if pairs is None or pairs in text else f"{pairs}; {text}"
+    if pairs is not None and pairs not in text:
+        # Which other tensor of whole numbers holds the same mask is chance.
+        is_tensor = all(isinstance(edit, torch.Tensor) for edit in hypothesis.edits.values())
+        is_chance = hypothesis.kind == "position" and is_tensor
+        text = pairs if is_chance else f"{pairs}; {text}"
     if kind == "other" and _only_moves(question, hypothesis):
         kind = "permuted"
     if kind in OF_VALUES and only_hides(question, hypothesis.edits):
@@ -210,6 +215,22 @@ def _explained(
     elif kind == "other" and hypothesis.lost is not None and is_counted_alone(question, hypothesis.lost):
         kind = "position"  # a slope times the distance of positions, a table of sines
     return Hint(kind, text, score, proven=proven, change=change, unexplained=left)
+
+
+def _as_missing(question: Question, hypothesis: Hypothesis) -> Hypothesis:
+    """Say that a slice is missing where another argument makes it do nothing, and the candidate has fewer of them."""
+    node, *others = hypothesis.edits
+    if others or hypothesis.argument is None or not passes_on(node):
+        return hypothesis
+    here, there = ([op for op in ops if op.target == node.target] for ops in (question.trial.ops, question.theirs))
+    call = question.trial.call(node)
+    read, made = next(iter(call.args), None), edited(call, hypothesis.edits[node])
+    if len(there) >= len(here) or not (isinstance(read, torch.Tensor) and isinstance(made, torch.Tensor)):
+        return hypothesis
+    if read.shape != made.shape or not torch.equal(read.double(), made.double()):
+        return hypothesis
+    text = f"{called(op_name(node))} is missing"
+    return dataclasses.replace(hypothesis, text=text, argument=None, values=None)
 
 
 def _only_moves(question: Question, hypothesis: Hypothesis) -> bool:

@@ -35,6 +35,7 @@ from glassengine.judge.verdict.corrections import (
 from glassengine.judge.verdict.coverage import coverage, granularity, missing, not_judged, region_nodes
 from glassengine.judge.verdict.origins import grouped, place_of, with_proofs
 from glassengine.judge.verdict.score import Score
+from glassengine.judge.verdict.statements import statement_not_run
 from glassengine.judge.verdict.structural_diff import left_out, written_differently
 from glassengine.numerics.drift import drift_rows
 from glassengine.ops.traits import traits_of
@@ -349,7 +350,12 @@ def as_written(score: Score, program: Program, divergence: Divergence) -> Diverg
     if line and line != added and own and divergence.node in known and named.source and is_another:
         is_other = is_beside(program, own, known, divergence, line)
         line = line_of_same_ops(program, own, named.source) if is_other else line
-    return dataclasses.replace(named, candidate_source=line or line_of_other_layers(own, named.source))
+    line = line or line_of_other_layers(own, named)
+    node = next((site.node for site in program.sites if site.name == named.site), None)
+    if line is None and own is not None and node is not None and any(hint.proven for hint in named.hints[:1]):
+        source = statement_not_run(program.node(node), own.graph.nodes)
+        return dataclasses.replace(named, source=source or named.source, candidate_source=None)
+    return dataclasses.replace(named, candidate_source=line)
 
 
 def _is_right(score: Score, program: Program, line: str) -> bool:

@@ -35,6 +35,7 @@ from glassengine.judge.site_pairs import (
     readers_of,
     region_of,
 )
+from glassengine.judge.verdict.origins import place_of
 from glassengine.judge.verdict.statements import ALIKE, statements_apart
 from glassengine.program.representation.naming import depth_of, line_beside, source_line
 from glassengine.program.representation.program import Program
@@ -162,10 +163,13 @@ def line_of_same_ops(baseline: Program, program: Program, source: str | None) ->
     return lines.pop() if len(lines) == 1 and Counter(s.op for s in ours) == Counter(s.op for s in theirs) else None
 
 
-def line_of_other_layers(program: Program | None, source: str | None) -> str | None:
+def line_of_other_layers(program: Program | None, found: Divergence) -> str | None:
     """Return the candidate's line that is written as a line of the baseline, where only another layer runs its op."""
-    code = code_of_line(source)
-    lines = {site.source for site in program.sites if code and code_of_line(site.source) == code} if program else set()
+    if program is None or found.source is None:
+        return None
+    place, code = place_of(found.site, found.source), code_of_line(found.source)
+    alike = [one for one in program.sites if code_of_line(one.source) == code]
+    lines = {one.source for one in alike if place_of(one.name, found.source) == place}
     return lines.pop() if len(lines) == 1 else None
 
 

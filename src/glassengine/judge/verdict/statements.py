@@ -34,9 +34,9 @@ def statements_apart(ours: Node, theirs: Node) -> tuple[str, str] | None:
     None where a function has several.
     """
     is_part = op_name(ours) == "getitem"
-    frames = list(zip(user_frames(ours)[::-1], user_frames(theirs)[::-1], strict=False))
+    frames = _of_both(user_frames(ours), user_frames(theirs))[::-1]
     for is_deep, pair in itertools.product((False, True), frames):
-        texts, own = zip(*(_statements(frame["file"], int(frame["line"])) for frame in pair), strict=True)
+        texts, own = zip(*map(_at, pair), strict=True)
         names = [_names(own[i], texts[i] if is_deep else ()) for i in (0, 1)]
         apart = [
             [
@@ -53,6 +53,33 @@ def statements_apart(ours: Node, theirs: Node) -> tuple[str, str] | None:
                 (both[0], both[1]) if codes[1:] and SequenceMatcher(None, codes[0], codes[1]).ratio() >= ALIKE else None
             )
     return None
+
+
+def statement_not_run(ours: Node, theirs: Iterable[Node]) -> str | None:
+    """Return "file:line: code" of the statement that calls the one that makes an op, where other ops run that one.
+
+    A module that is not called is missing where it is called: its own lines may run for another one. None where the
+    innermost statement is run by none of the others, and where all are run.
+    """
+    run = {_at(frame)[1] for node in theirs for frame in user_frames(node)}
+    for depth, frame in enumerate(user_frames(ours)[::-1]):
+        places, own = _at(frame)
+        if own and own not in run:
+            return places.get(own) if depth else None
+    return None
+
+
+def _at(frame: re.Match[str]) -> tuple[dict[str, str], str]:
+    return _statements(frame["file"], int(frame["line"]))
+
+
+def _of_both(ours: list[re.Match[str]], theirs: list[re.Match[str]]) -> list[tuple[re.Match[str], re.Match[str]]]:
+    """Return the frames of each side that stand in one place; where one side calls more, the last of one name."""
+    if len(ours) == len(theirs):
+        return list(zip(ours, theirs, strict=True))
+    here, there = ([frame["function"] for frame in frames] for frames in (ours, theirs))
+    blocks = SequenceMatcher(None, here, there).get_matching_blocks()
+    return [(ours[i + k], theirs[j + k]) for i, j, size in blocks for k in range(size)][-1:]
 
 
 @lru_cache(maxsize=256)

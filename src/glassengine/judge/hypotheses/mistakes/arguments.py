@@ -148,13 +148,14 @@ def _axes_there(question: Question, literal: Literal) -> list[Any]:
 def literals(question: Question) -> Iterator[Literal]:
     """Yield the non-tensor arguments of all ops of the piece, last ops first.
 
-    Numbers that the candidate's op has as well are left out. Axes stay: other axes before the op come to the same.
+    Numbers and flags that the candidate's op has as well are left out. Axes stay: other axes before the op come to the
+    same.
     """
     for node in reversed(question.trial.ops):
         there = _in_its_place(question, node)
         theirs = {} if there is None else {literal.place: literal.value for literal in literals_of(there)}
         for literal in literals_of(node):
-            is_theirs = isinstance(literal.value, float) and is_same(theirs.get(literal.place), literal.value)
+            is_theirs = isinstance(literal.value, (float, bool)) and is_same(theirs.get(literal.place), literal.value)
             if _is_asked(literal) and not is_theirs:
                 # Numbers of an activation have whole ones as defaults, and need not be whole.
                 is_real = traits_of(node).kind == "activation" and type(literal.value) is int

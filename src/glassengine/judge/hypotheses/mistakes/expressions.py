@@ -24,6 +24,7 @@ _SIGNS |= {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
 _LONGEST = 60
 """Characters of an expression; a longer one is a list of ops."""
 _ROUNDINGS = 8.0
+_PARTS = frozenset({"slice", "select", "narrow"})
 
 
 def expressions(question: Question) -> Iterator[Hypothesis]:
@@ -49,6 +50,18 @@ def expressions(question: Question) -> Iterator[Hypothesis]:
             if node is not ends[0] or not (is_end or other.op == "placeholder"):
                 yield from _instead(question, node, value, other, there.trial.values[other])
     yield from _of_other_sizes(question, there)
+    if not theirs:
+        yield from _passed_on(question, there)
+
+
+def _passed_on(question: Question, there: TheirRegion) -> Iterator[Hypothesis]:
+    """Yield: the candidate passes a tensor on, perhaps with its axes moved, where the baseline has ops that compute."""
+    trial, right = question.trial, there.trial.right
+    shared = {question.label(node) for node in trial.inputs} & set(there.labels.values())
+    if len(shared) == 1 and isinstance(right, Tensor) and right.shape == trial.right.shape:
+        parts = [op_name(op) for op in trial.ops if op_name(op) in _PARTS]
+        lost = missing_ops(trial.ops, shared.pop())
+        yield Hypothesis("other", lost if not parts else f"{parts[0]}, {lost}", {trial.end: right})
 
 
 def _of_other_sizes(question: Question, there: TheirRegion) -> Iterator[Hypothesis]:

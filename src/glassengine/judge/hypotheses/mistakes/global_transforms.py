@@ -56,7 +56,7 @@ def another_tensor(question: Question) -> Iterator[Hypothesis]:
                 # What goes in comes out.
                 yield Hypothesis(_kind_of_all(question, name), missing_ops(trial.ops, name), {end: value})
             else:
-                yield Hypothesis("stale", f"it is {name}", {end: double(value)})
+                yield Hypothesis("stale", f"{name} instead of {question.label(end)}", {end: double(value)})
 
 
 def missing_ops(ops: Sequence[Node], name: str) -> str:

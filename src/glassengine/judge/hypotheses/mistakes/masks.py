@@ -182,7 +182,7 @@ def pairs_between(question: Question, made: torch.Tensor) -> str | None:
     here, there = _unhidden(right), _unhidden(made)
     if here is None or there is None or torch.equal(here, there) or not _hides(question, end):
         return None
-    is_hidden = right.dtype is torch.bool and _marks_hidden(question.in_baseline(end))
+    is_hidden = not right.is_floating_point() and _marks_hidden(question.in_baseline(end))
     return _described(~here, ~there) if is_hidden else _described(here, there)
 
 
@@ -214,8 +214,8 @@ def counted(question: Question) -> Iterator[Hypothesis]:
 
 def _unhidden(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return which elements of a mask are seen; None if it does not hide."""
-    if tensor.dtype is torch.bool:
-        return tensor
+    if not tensor.is_floating_point():  # also a mask of whole numbers, which is compared with one of them later
+        return tensor.bool() if tensor.dtype is torch.bool or bool(((tensor == 0) | (tensor == 1)).all()) else None
     return tensor > HIDDEN if tensor.is_floating_point() and bool((tensor <= HIDDEN).any()) else None
 
 
