@@ -106,7 +106,9 @@ def _pair_by_consumer(
             if user.name not in counterpart:
                 continue
             theirs = _fed(user, node, counterpart[user.name])
-            site = None if theirs is None else _op_site(candidate, theirs.name)
+            # A draw is no counterpart of what is computed.
+            is_alike = theirs is not None and traits_of(theirs).is_arbitrary == traits_of(node).is_arbitrary
+            site = _op_site(candidate, theirs.name) if theirs is not None and is_alike else None
             if site is not None and site.node not in taken and _kind(site)[1:] == _kind(ours)[1:]:
                 pairs[ours.name] = SitePair(ours, site, "consumer", difference(node, nodes[1][site.node]))
                 counterpart[node.name] = nodes[1][site.node]

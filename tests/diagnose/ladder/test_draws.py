@@ -87,6 +87,33 @@ def test_as_many_numbers_in_another_shape_are_told_and_are_no_mistake() -> None:
     assert "with one seed the models differ in output" in of_results(result)
 
 
+class Noisy(nn.Module):
+    """Adds noise of one size."""
+
+    def __init__(self, draw: Draw) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.out, self.draw = nn.Linear(6, 4), nn.Linear(4, 3), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return self.out(y + self.draw(y))
+
+
+def in_place(y: Tensor) -> Tensor:
+    return 0.1 * torch.empty_like(y).normal_()
+
+
+def of_a_size(y: Tensor) -> Tensor:
+    return torch.normal(torch.zeros_like(y), 0.1)
+
+
+def test_the_size_of_a_draw_may_be_its_argument() -> None:
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    result = glass.check(Noisy(in_place).eval(), candidate=Noisy(of_a_size).eval(), inputs={"x": x})
+    assert result.ok, result.not_ok_because
+
+
 def test_another_order_of_draws_is_told_and_is_no_mistake() -> None:
     result = checked(Sampled(normal, is_late=True))
     assert result.ok, result.not_ok_because
