@@ -35,7 +35,7 @@ from glassengine.results import FLAGGED, VERDICTS, DriftRow, ResultComparison, T
 
 _CHOSEN_ALIKE = "both sides chose alike where rounding might have chosen: no tie explains the difference"
 _NAN_ALONE = "NaN where the baseline has numbers, though it is undefined there"
-_RANDOM = "every run draws new random numbers"
+RANDOM = "every run draws new random numbers"
 _MISSING = "the candidate returns no such result"
 _NO_NUMBER = "not judged: the baseline has NaN everywhere"
 _FOUND = ("_compared", "_sums", "_varying", "_with_numbers", "_beside", "not_compared")
@@ -153,7 +153,7 @@ class EndToEnd:
             if own is None:
                 self.not_compared[name] = _MISSING
             elif DRAWN in reference.known.exempt:
-                self.not_compared[name] = _RANDOM
+                self.not_compared[name] = RANDOM
             else:
                 value = theirs[own]
                 if self.called is not None:
@@ -322,7 +322,7 @@ def results_of(program: Program) -> list[str]:
 
 def are_random(sides: Iterable[EndToEnd]) -> bool:
     """Whether results were left out because each run draws other numbers."""
-    return any(_RANDOM in side.not_compared.values() for side in sides)
+    return any(RANDOM in side.not_compared.values() for side in sides)
 
 
 def results_left(sides: Sequence[EndToEnd], seeded: Seeded | None = None) -> str | None:
@@ -330,14 +330,14 @@ def results_left(sides: Sequence[EndToEnd], seeded: Seeded | None = None) -> str
 
     Args:
         sides: Of the candidate.
-        seeded: What both return with one seed; None where that is not known.
+        seeded: What both return with one seed; None where that is not known, or no result is random.
     """
     if not sides:
         return None
-    if seeded is not None and not seeded.is_known and are_random(sides):
+    if seeded is not None and not seeded.is_known:
         return seeded.text
     reasons = {why for side in sides for why in side.not_compared.values()}
-    if not any(side.compared for side in sides) and reasons != {_RANDOM}:
+    if not any(side.compared for side in sides) and reasons != {RANDOM}:
         return f"no result of the candidate was compared with the baseline's: {', '.join(results_of(sides[0].program))}"
     compared = {one.name for side in sides for one in side.compared}
     missing = [name for name in sides[-1].missing if name not in compared]

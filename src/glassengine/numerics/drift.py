@@ -34,6 +34,9 @@ LOST = 0.5
 
 LITTLE_LEFT = 0.1
 """Noise over signal from which on little is left of it: 10 dB."""
+SAME_DB = 40.0
+"""Signal of a result of two right runs: above, it is the same."""
+
 _HIDING = 1e4
 """Numbers from here on may be those by which a mask hides."""
 
@@ -131,12 +134,17 @@ def loss_of(noise: float, signal: float) -> float:
 
 
 def signal_of(baseline: Tensor, value: Tensor | None) -> float:
-    """Return the signal-to-noise ratio in dB of two results; of whole numbers whether they are the same."""
+    """Return the signal-to-noise ratio in dB of two results; of whole numbers whether they are the same.
+
+    NaN in one of them alone leaves no signal.
+    """
     if value is None or value.shape != baseline.shape:
         return -math.inf
     if baseline.equal(value):
         return math.inf
     if not (baseline.is_floating_point() and value.is_floating_point()):
+        return -math.inf
+    if not baseline.isnan().equal(value.isnan()):
         return -math.inf
     b, c = baseline.detach().double(), value.detach().double()
     counted = (b.abs() < _HIDING) & (c.abs() < _HIDING)  # masks hide by any large number, or by infinity

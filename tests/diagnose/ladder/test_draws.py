@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import glassengine as glass
 from glassengine.diagnose.ladder import draws
+from glassengine.numerics.drift import signal_of
 
 Draw = Callable[[Tensor], Tensor]
 
@@ -112,6 +114,32 @@ def test_the_size_of_a_draw_may_be_its_argument() -> None:
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
     result = glass.check(Noisy(in_place).eval(), candidate=Noisy(of_a_size).eval(), inputs={"x": x})
     assert result.ok, result.not_ok_because
+
+
+def normal_after_another(size: Tensor) -> Tensor:
+    torch.rand(2)
+    return torch.randn_like(size)
+
+
+def test_a_draw_that_nothing_reads_is_no_difference() -> None:
+    assert checked(Sampled(normal_after_another)).ok
+
+
+class Named(Sampled):
+    """The same, with a name for its result."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"sample": super().forward(x)}
+
+
+def test_results_of_other_names_are_compared_by_place() -> None:
+    assert of_results(checked(Named(normal))).endswith("; with one seed both models return the same output")
+
+
+def test_nan_in_one_result_alone_leaves_no_signal() -> None:
+    baseline = torch.tensor([1.0, 2.0, math.nan])
+    assert signal_of(baseline, baseline.clone()) == math.inf
+    assert signal_of(baseline, torch.tensor([1.0, math.nan, math.nan])) == -math.inf
 
 
 def test_another_order_of_draws_is_told_and_is_no_mistake() -> None:

@@ -21,7 +21,7 @@ from glassengine.errors import IncomparableError, UsageError
 from glassengine.judge.end_to_end import results_of
 from glassengine.judge.sides.arguments import CACHE, Arguments
 from glassengine.judge.sides.protocol import Place
-from glassengine.numerics.drift import decibels, signal_of
+from glassengine.numerics.drift import SAME_DB, decibels, signal_of
 from glassengine.numerics.mask_values import same_where
 from glassengine.program import LoadedModel
 from glassengine.program.onnx.session import OnnxModel, SessionSettings
@@ -30,8 +30,8 @@ from glassengine.program.user_code.forward import RandomDraws, describe_training
 from glassengine.program.user_code.module_state import applied_state, own_copies
 from glassengine.results import Findings, ResultComparison
 
-_SAME_DB, _LOST_DB = 40.0, 20.0
-"""Signal of two right calls in a row: above the one a result is the same, below the other it is another."""
+_LOST_DB = 20.0
+"""Signal of two calls in a row: below, a result is another."""
 
 _REPEATED_DB = 60.0
 """Signal of two calls of one module with the same inputs: below, it remembers something."""
@@ -150,7 +150,7 @@ def _call_twice(climb: Climb, ours: Any, theirs: Any) -> None:
     if changed is None:
         return
     found = _calls(ours, step, changed)
-    if found is None or all(signal_of(value, found.second.get(name)) > _SAME_DB for name, value in found.first.items()):
+    if found is None or all(signal_of(value, found.second.get(name)) > SAME_DB for name, value in found.first.items()):
         return  # the change does not show in what the baseline returns, or it cannot be called so
     other = _calls(theirs, step, changed)
     if other is None:
@@ -164,7 +164,7 @@ def _call_twice(climb: Climb, ours: Any, theirs: Any) -> None:
         and name in other.first
         and other.first[name].shape == value.shape
     ]
-    agree = {name: signal_of(found.first[name], other.first[name]) > _SAME_DB for name in names}
+    agree = {name: signal_of(found.first[name], other.first[name]) > SAME_DB for name in names}
     for name in names:
         if not same_where(other.kept[name], other.first[name], None) and same_where(
             found.kept[name], found.first[name], None
@@ -175,7 +175,7 @@ def _call_twice(climb: Climb, ours: Any, theirs: Any) -> None:
                 f"a second call of the candidate gives a wrong {name}: something is left of the call before"
             )
         elif agree[name] and signal_of(found.second[name], other.second[name]) < _LOST_DB:
-            stale = signal_of(other.first[name], other.second[name]) > _SAME_DB
+            stale = signal_of(other.first[name], other.second[name]) > SAME_DB
             how = "it is that of the first call" if stale else "the first call agrees"
             if stale or all(agree.values()):  # another wrong result has its own cause, which other inputs show here
                 climb.differences.append(

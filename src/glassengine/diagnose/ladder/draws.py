@@ -16,7 +16,8 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.judge.end_to_end import Seeded
-from glassengine.numerics.drift import signal_of
+from glassengine.judge.exclusions.perturbation import unread_nodes
+from glassengine.numerics.drift import SAME_DB, signal_of
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.program import Program
@@ -25,7 +26,6 @@ from glassengine.program.user_code.forward import uncompiled
 from glassengine.program.user_code.module_state import applied_state, own_copies
 from glassengine.results.sentences import place_of
 
-_SAME_DB = 40.0
 _ROUNDING = 1e-6
 """Relative change of the inputs after which results that rounding does not decide are the same."""
 
@@ -49,7 +49,7 @@ class _Draw(NamedTuple):
 
 
 def with_one_seed(ours: Any, theirs: Any, step: Mapping[str, Any], programs: tuple[Program, Program]) -> Seeded | None:
-    """Return what both models return with the same seed; None where one draws nothing, or its forward raises.
+    """Return what both models return with the same seed; None where neither draws, or a forward raises.
 
     Args:
         ours: Side of the baseline's module.
@@ -63,25 +63,26 @@ def with_one_seed(ours: Any, theirs: Any, step: Mapping[str, Any], programs: tup
         first, again, other = _returned(ours, step), _returned(ours, _nudged(step)), _returned(theirs, step)
     except Exception:  # of a user's code: the forward raises again where it is judged, and is reported there
         return None
+    if len(first) == len(other) and not first.keys() & other.keys():
+        other = dict(zip(first, other.values(), strict=True))
     shared = [name for name in first if name in other]
     if not shared:
         return None
     worst = min(shared, key=lambda name: signal_of(first[name], other[name]))
     found, steady = signal_of(first[worst], other[worst]), signal_of(first[worst], again[worst])
     size = "" if math.isinf(found) else f" ({found:.0f} dB)"
-    if found > _SAME_DB:
+    if found > SAME_DB:
         return Seeded(f"with one seed both models return the same {worst}{size}", is_known=True)
     drawn = [[(_kind(node), _shape(node)) for node in _random(program)] for program in programs]
     text = f"with one seed the models differ in {worst}{size}"
-    return Seeded(text, is_known=drawn[0] != drawn[1] or steady < _SAME_DB, other_draws=tuple(_differences(*programs)))
+    return Seeded(text, is_known=drawn[0] != drawn[1] or steady < SAME_DB, other_draws=tuple(_differences(*programs)))
 
 
 def _returned(side: Any, step: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     arguments = dict(step) if side.arguments is None else side.arguments.of(step)
-    # Compiled code may draw otherwise.
     with torch.no_grad(), torch.random.fork_rng(devices=[]), applied_state(side.module, side.state):
         torch.manual_seed(0)
-        with uncompiled(side.module) as module:
+        with uncompiled(side.module) as module:  # compiled code may draw otherwise
             return named_results(module(**own_copies(arguments)))
 
 
@@ -97,8 +98,9 @@ def _random(program: Program) -> list[Node]:
 
 
 def _draws(program: Program) -> Iterator[tuple[_Draw, str]]:
-    """Yield what each op draws, and its line."""
-    for node in _random(program):
+    """Yield what each op draws that a result is made of, and its line."""
+    unread = unread_nodes(program)
+    for node in [one for one in _random(program) if one.name not in unread]:
         kind, sites = _kind(node), program.sites.by_node.get(node.name)
         source = sites[0].source if sites else None
         yield _Draw(_DISTRIBUTIONS.get(kind, kind), _shape(node)), f" ({place_of(source)})" if source else ""

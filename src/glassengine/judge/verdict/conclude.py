@@ -105,6 +105,8 @@ def findings_of(
     Raises:
         IncomparableError: Nothing was compared.
     """
+    if not are_random(score.results for score in scores):
+        seeded = None  # what is drawn has no part in a result
     order = {node.name: index for index, node in enumerate(program.graph.nodes)}
     levels: list[LevelResult] = []
     origins: list[Divergence] = []
@@ -149,7 +151,7 @@ def findings_of(
         *left_out,
         *not_judged(program, scores, main, [*skipped, *left_out], seeded),
     ]
-    drawn = seeded.other_draws if seeded is not None and are_random(score.results for score in scores) else ()
+    drawn = () if seeded is None else seeded.other_draws
     return Findings(
         baseline=baseline,
         candidate=candidate,

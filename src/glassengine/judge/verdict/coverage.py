@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from glassengine.errors import shortened
-from glassengine.judge.end_to_end import Seeded, are_random
+from glassengine.judge.end_to_end import RANDOM, Seeded
 from glassengine.judge.replay.values import called
 from glassengine.judge.sides.protocol import ObservedAt, Place, float_nodes
 from glassengine.judge.verdict.score import Score
@@ -158,9 +158,9 @@ def not_judged(
 
 
 def _results_left_out(scores: Sequence[Score], seeded: Seeded | None) -> list[Skipped]:
-    beside = f"; {seeded.text}" if seeded is not None and are_random(score.results for score in scores) else ""
+    beside = {} if seeded is None else {RANDOM: f"; {seeded.text}"}
     return [
-        Skipped(name, "both", f"not compared end to end: {why}{beside}", level=score.side.level)
+        Skipped(name, "both", f"not compared end to end: {why}{beside.get(why, '')}", level=score.side.level)
         for score in scores
         for name, why in score.results.not_compared.items()
     ]

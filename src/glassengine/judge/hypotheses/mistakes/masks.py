@@ -216,7 +216,7 @@ def _unhidden(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return which elements of a mask are seen; None if it does not hide."""
     if not tensor.is_floating_point():  # also a mask of whole numbers, which is compared with one of them later
         return tensor.bool() if tensor.dtype is torch.bool or bool(((tensor == 0) | (tensor == 1)).all()) else None
-    return tensor > HIDDEN if tensor.is_floating_point() and bool((tensor <= HIDDEN).any()) else None
+    return tensor > HIDDEN if bool((tensor <= HIDDEN).any()) else None
 
 
 def _hides(question: Question, end: Node) -> bool:
