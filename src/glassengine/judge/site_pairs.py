@@ -38,6 +38,8 @@ _NEAR = 0.1
 """Distance of two results that may be the same one, relative to its size; whether it is wrong is judged later."""
 _SOON = 4
 """Steps below a tensor within which what is done later is done."""
+_OTHER_VALUES = frozenset({"_conj", "_neg_view"})
+"""Views whose elements are other ones than those of what they are views of."""
 _AS_NEAR = 4.0
 """Results whose distances differ by no more than this factor are as near as each other: both may be rounding."""
 
@@ -361,7 +363,7 @@ def ancestors(node: Node, depth: int | None = None) -> set[Node]:
 def passes_on(node: Node) -> bool:
     """Whether a node makes no values of its own: a cast, a view or a copy."""
     traits = traits_of(node)
-    return traits.casts or traits.kind in ("copy", "reshape") or is_view(node)
+    return traits.casts or traits.kind in ("copy", "reshape") or (is_view(node) and op_name(node) not in _OTHER_VALUES)
 
 
 def passed_on(node: Node) -> Iterator[Node]:
@@ -390,6 +392,14 @@ def maker_of(node: Node) -> Node | None:
     return node.all_input_nodes[0] if op_name(node) == "getitem" else None
 
 
+def passed_by(node: Node, there: Node, counterparts: Mapping[str, str]) -> Node:
+    """Return the first op of the region that makes `node`, of which `there` is what goes in; `node` without one."""
+    ops, _ = region_of(node, counterparts)
+    makers = (op for op in ops if not passes_on(op))
+    sources = ((op, {_name_there(source, counterparts) for source in op.all_input_nodes}) for op in makers)
+    return next((op for op, names in sources if there.name in names), node)
+
+
 def done_later(node: Node, there: Node, counterparts: Mapping[str, str]) -> Node | None:
     """Return the candidate's op that does what `node` does with its other operands, but to what is made after others.
 
@@ -398,7 +408,7 @@ def done_later(node: Node, there: Node, counterparts: Mapping[str, str]) -> Node
         there: What the candidate has of it: the counterpart of one of them, which passes it by.
         counterparts: Node of the baseline -> node of the candidate; weights have one name.
     """
-    node = maker_of(node) or node
+    node = passed_by(node, there, counterparts)
     others = {_name_there(source, counterparts) for source in node.all_input_nodes} - {there.name}
     if len(others) == len(node.all_input_nodes):
         return None

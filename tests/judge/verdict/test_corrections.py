@@ -147,6 +147,8 @@ def test_the_line_of_a_region_is_that_of_the_number(number: float, proven: bool,
 def test_columns_are_those_of_whole_arguments() -> None:
     line = 'y = torch.sub(a["(,"], b[1:2], alpha=2)  # sub(a, b)'
     assert exchanged(line, "sub", (1, 0)) == 'y = torch.sub(b[1:2], a["(,"], alpha=2)  # sub(a, b)'
+    assert exchanged("y = torch.cat((b, a[..., :1]), -1)", "cat", (0, 1)) == "y = torch.cat((a[..., :1], b), -1)"
+    assert exchanged("y = torch.cat([*b, a], -1)", "cat", (0, 1)) is None
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import torch
 from torch.fx import Node
 
 from glassengine.judge.hypotheses.mistakes.activations import activations
-from glassengine.judge.hypotheses.mistakes.arguments import as_theirs, same_op, usual
+from glassengine.judge.hypotheses.mistakes.arguments import as_theirs, same_op, same_ops, usual
 from glassengine.judge.hypotheses.mistakes.candidate_ops import another_op, extra_op
 from glassengine.judge.hypotheses.mistakes.catalog import DESCRIBED, FAMILIES, Family
 from glassengine.judge.hypotheses.mistakes.fitted_constants import fitted_constants, origin_in
@@ -149,7 +149,10 @@ def explanation(question: Question, only: tuple[float, Family] | None = None) ->
                 hint = as_certain(question, family, hint)
                 rank = rank_of(family, hint)
                 has_all = hypothesis.lost is not None and question.has_all([hypothesis.lost, *hypothesis.edits])
-                if has_all or (family is extra_op and best is not None) or _is_elsewhere(question, hypothesis):
+                # Axes of several ops are one order of elements, which has a shorter name.
+                only_moves = family is same_ops and all(map(passes_on, hypothesis.edits))
+                is_later = family is extra_op and best is not None
+                if has_all or only_moves or is_later or _is_elsewhere(question, hypothesis):
                     rank = min(rank, Rank.DONE)
                 found = MistakeExplanation(hint, hypothesis, rank, score, family)
                 if best is None or found.rank > best.rank:

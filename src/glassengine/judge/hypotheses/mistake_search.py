@@ -28,8 +28,8 @@ from glassengine.judge.site_pairs import (
     done_earlier,
     done_later,
     down,
-    maker_of,
     origin_of,
+    passed_by,
     passed_on,
     readers_of,
     region_of,
@@ -136,12 +136,12 @@ class MistakeSearch:
         there, change = self.counterpart(node), hint.change
         if there is None or not hint.proven:
             return hint
-        node = maker_of(node) or node
+        node = passed_by(node, there, self.counterparts)
         name, written = called(op_name(node)), set[Any]()
         if (later := done_later(node, there, self.counterparts)) is not None:
             if change is not None and change.argument == "activation" and change.baseline != name:
                 name, written = str(change.baseline), {self._nodes[one].target for one in names}  # of several ops
-            others = [one for one in node.all_input_nodes if self.counterparts.get(one.name) != there.name]
+            others = [one for one in node.all_input_nodes if self.counterparts.get(origin_of(one).name) != there.name]
             between = (origin_of(one) for one in up(later) if there in ancestors(one))
             after = next((called(op_name(one)) for one in between if one.target not in written), "other ops")
             where = f"after {after}, not before it"

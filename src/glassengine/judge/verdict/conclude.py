@@ -472,7 +472,7 @@ def softened(scores: Sequence[Score], program: Program) -> Softened:
             dataclasses.replace(found, verdict="suspicious")
             if found.verdict == "wrong" and (found.node or "") in excused
             else found
-            for found in score.divergences.values()
+            for found in (score.divergences or (score.coarsened if _differs(score) else {})).values()
         ]
     return Softened(pairs, divergences)
 
@@ -481,6 +481,10 @@ def _agrees(score: Score) -> bool:
     """Whether all results of a side were compared and agree, and no tie had to excuse any of them."""
     found = score.results.compared
     return bool(found) and all(result.agrees and not result.exempt for result in found)
+
+
+def _differs(score: Score) -> bool:
+    return any(not result.agrees for result in score.results.compared)
 
 
 def _softer(pair: Pair, sites: Mapping[str, str]) -> Pair:

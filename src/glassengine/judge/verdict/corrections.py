@@ -30,6 +30,7 @@ from glassengine.judge.hypotheses.trials.hypothesis import constants_of, whole_o
 from glassengine.judge.site_pairs import (
     ancestors,
     done_later,
+    origin_of,
     passed_on,
     passes_on,
     readers_of,
@@ -140,10 +141,12 @@ def lines_that_differ(
         return None
     own = baseline.node(divergence.node or "")
     if (later := done_later(own, there, counterparts)) is not None:
-        between = next(one for one in later.all_input_nodes if there in ancestors(one))
+        between = next(origin_of(one) for one in later.all_input_nodes if there in ancestors(one))
         beside = line_beside(own, next(iter(readers_of(own)), own)), line_beside(later, between)
-        callers = _parting(_frames(own), _frames(later)) if is_of_both(baseline, beside[1]) else None
-        return callers or (None if beside[1] is None else (beside[0], beside[1]))
+        if code_of_line(beside[0]) == code_of_line(beside[1]) or not is_of_both(baseline, beside[1]):
+            return None if beside[1] is None else (beside[0], beside[1])
+        earlier = source_line(between)
+        return _parting(_frames(own), _frames(later)) or (None if earlier is None else (beside[0], earlier))
     ours, theirs = _frames(own), _frames(there)
     return _parting(ours, theirs) if [*map(code_of_line, ours[:1])] == [*map(code_of_line, theirs[:1])] else None
 
@@ -334,7 +337,9 @@ def corrected(line: str, change: Altered, *, is_own: bool = True) -> str | None:
     if len(places) != 1:
         return None
     ((start, end),) = places
-    return line[:start] + (right if is_name else repr(right)) + line[end:]
+    is_known = is_name or not isinstance(right, float) or math.isfinite(right)
+    written = (right if is_name else repr(right)) if is_known else f"float('{right}')"
+    return line[:start] + written + line[end:]
 
 
 def _is_operand(line: str, start: int, end: int) -> bool:
@@ -411,14 +416,17 @@ def exchanged(line: str, op: str, places: tuple[int, ...]) -> str | None:
     Args:
         line: Of Python, of one statement.
         op: Name of the function.
-        places: Of its positional arguments.
+        places: Of its positional arguments, those of a list counted one by one.
     """
     call = _the_call(line, op)
-    if call is None or len(places) != 2 or len(call.args) <= max(places):
+    if call is None or len(places) != 2:
         return None
-    if any(isinstance(argument, ast.Starred) for argument in call.args):
+    # The tensors of a list are counted one by one.
+    lists = (argument.elts if isinstance(argument, (ast.List, ast.Tuple)) else [argument] for argument in call.args)
+    arguments = [*itertools.chain.from_iterable(lists)]
+    if len(arguments) <= max(places) or any(isinstance(argument, ast.Starred) for argument in arguments):
         return None
-    a, b = sorted((call.args[place] for place in places), key=lambda argument: argument.col_offset)
+    a, b = sorted((arguments[place] for place in places), key=lambda argument: argument.col_offset)
     (start, middle), (further, end) = _columns(a), _columns(b)
     return line[:start] + line[further:end] + line[middle:further] + line[start:middle] + line[end:]
 

@@ -21,6 +21,7 @@ from glassengine.judge.exclusions.masked import completed, read_by_softmax
 from glassengine.judge.exclusions.perturbation import MOST_MARKED, Differing, differing, unread
 from glassengine.judge.exclusions.sources import CHOICES, TEXTS
 from glassengine.judge.hypotheses.hints import Hints
+from glassengine.judge.hypotheses.trials.hypothesis import called
 from glassengine.judge.replay.expected import ReplayedTensor
 from glassengine.judge.sides.protocol import Observed, Side
 from glassengine.judge.verdict.evidence import EvidenceBox
@@ -28,13 +29,25 @@ from glassengine.judge.verdict.origins import OriginTracker, Why
 from glassengine.numerics.distances import measure, tensor_values
 from glassengine.numerics.drift import Drift
 from glassengine.numerics.exemptions import BELOW, DRAWN, PADDING, TIES, UNREAD, UNWRITTEN, Ledger, Masks
-from glassengine.numerics.judgement import Judgement
+from glassengine.numerics.judgement import Judgement, unit_roundoff
 from glassengine.numerics.mask_values import is_finite
 from glassengine.numerics.tolerance import tolerance
 from glassengine.numerics.verdict import TIED, Reference, SameBits
 from glassengine.ops.traits import traits_of
+from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.program import Program
-from glassengine.results import FLAGGED, VERDICTS, Divergence, Figures, Pair, Skipped, TensorValues, worst
+from glassengine.results import (
+    FLAGGED,
+    VERDICTS,
+    Altered,
+    Divergence,
+    Figures,
+    Hint,
+    Pair,
+    Skipped,
+    TensorValues,
+    worst,
+)
 
 _COMPENSATED = 3.0
 MOST_WITH_VALUES = 64
@@ -69,6 +82,15 @@ def figures_of(baseline: torch.Tensor, candidate: torch.Tensor) -> Figures | Non
     names = [str(tensor.dtype).removeprefix("torch.") for tensor in (baseline, candidate)]
     allowed = tolerance(*names)
     return measure(baseline, candidate, rtol=allowed.rtol, atol=allowed.atol)
+
+
+def _of_dtype(node: Node, ours: torch.Tensor, theirs: torch.Tensor) -> Hint:
+    """Return the hint of an op that is right but for its dtype."""
+    here, there = (str(made.dtype).removeprefix("torch.") for made in (ours, theirs))
+    name = called(op_name(node))
+    text = f"dtype of {name}: {here} in the baseline, {there} in the candidate"
+    change = Altered(ops=(name,), argument="dtype", baseline=here, candidate=there)
+    return Hint("dtype", text, 1.0, evidence="argument", proven=True, change=change)
 
 
 def _values_of(reference: Reference, candidate: torch.Tensor) -> TensorValues | None:
@@ -189,6 +211,8 @@ class Score:
     program: Program
     pairs: list[Pair] = field(default_factory=list)
     divergences: dict[str, Divergence] = field(default_factory=dict)
+    coarsened: dict[str, Divergence] = field(default_factory=dict)
+    """The first tensor that has fewer bits than the baseline's and is off by more than those explain."""
     judged_nodes: set[str] = field(default_factory=set)
     empty_nodes: set[str] = field(default_factory=set)
     left_out: dict[tuple[str, str], Skipped] = field(default_factory=dict)
@@ -209,8 +233,18 @@ class Score:
 
     def found_parts(self) -> dict[str, Any]:
         """Return what was found, without the side and the program, which stay in their process."""
-        names = ("pairs", "divergences", "judged_nodes", "empty_nodes", "left_out", "ledger", "drift", "sums", "unlike")
-        return {name: getattr(self, name) for name in names} | {"results": self.results.found_so_far()}
+        names = (
+            "pairs",
+            "divergences",
+            "coarsened",
+            "judged_nodes",
+            "empty_nodes",
+            "left_out",
+            "ledger",
+            "drift",
+            "sums",
+        )
+        return {name: getattr(self, name) for name in (*names, "unlike")} | {"results": self.results.found_so_far()}
 
     def merge(self, later: Mapping[str, Any]) -> None:
         """Add what `found` returned of later cases of the same side."""
@@ -221,6 +255,7 @@ class Score:
         for node, found in later["divergences"].items():
             first = self.divergences.setdefault(node, found)
             self.divergences[node] = dataclasses.replace(first, verdict=worst([first.verdict, found.verdict]))
+        self.coarsened = self.coarsened or later["coarsened"]
         self.judged_nodes |= later["judged_nodes"]
         self.empty_nodes |= later["empty_nodes"]
         for key, skipped in later["left_out"].items():
@@ -350,6 +385,11 @@ class Score:
         )
         if flagged:
             self._flagged.append(node)
+        own, theirs = (unit_roundoff(made.dtype) if is_rounded else 0.0 for made in (reference.native, judged.tensor))
+        if visited.why is Why.MANY_ROUNDINGS and theirs > own and not self.coarsened:
+            first = self._divergence(node, observed, judged, reference, step)
+            hints = (_of_dtype(node, reference.native, judged.tensor), *first.hints)
+            self.coarsened[node.name] = dataclasses.replace(first, hints=hints)
         if node.name in self._tracker.origins and is_origin:
             divergence = self._divergence(node, observed, judged, reference, step)
             if node.name not in self.divergences:

@@ -154,8 +154,10 @@ def literals(question: Question) -> Iterator[Literal]:
     for node in reversed(question.trial.ops):
         there = _in_its_place(question, node)
         theirs = {} if there is None else {literal.place: literal.value for literal in literals_of(there)}
+        calculates = traits_of(node).kind in ("factor", "term")
         for literal in literals_of(node):
-            is_theirs = isinstance(literal.value, (float, bool)) and is_same(theirs.get(literal.place), literal.value)
+            is_number = isinstance(literal.value, (float, bool)) or (calculates and isinstance(literal.value, int))
+            is_theirs = is_number and is_same(theirs.get(literal.place), literal.value)
             if _is_asked(literal) and not is_theirs:
                 # Numbers of an activation have whole ones as defaults, and need not be whole.
                 is_real = traits_of(node).kind == "activation" and type(literal.value) is int

@@ -38,11 +38,13 @@ def extra_op(question: Question) -> Iterator[Hypothesis]:
             return done([call.value] * number)
 
         for node in reversed([*trial.inputs, *trial.ops]):
-            if is_real(trial.values[node]) and node.name not in question.weights:
+            value = trial.values[node]
+            is_of_numbers = is_real(value) or (isinstance(value, Tensor) and value.is_complex())
+            if is_of_numbers and node.name not in question.weights:
                 label = question.label(node)
-                text = f"{op_name(theirs)} of {label} in the candidate, none in the baseline"
+                text = f"{called(op_name(theirs))} of {label} in the candidate, none in the baseline"
                 text = f"{label} is multiplied by 0" if traits_of(theirs).kind == "factor" else text
-                yield Hypothesis(kind, text, {node: edit}, values=(None, op_name(theirs)))
+                yield Hypothesis(kind, text, {node: edit}, values=(None, called(op_name(theirs))))
 
 
 def moved_op(question: Question) -> Iterator[Hypothesis]:

@@ -44,7 +44,7 @@ def expressions(question: Question) -> Iterator[Hypothesis]:
     for node, value in ours.items():
         if any(_is_same(value, other, question.noise) for other in theirs.values()):
             continue
-        for other in (*new, *there.trial.inputs):
+        for other in (*there.trial.inputs, *new):
             # What goes in may come out; a region is what it makes, which is said of one op alone.
             is_end = other is ends[1] and (len(theirs) > 1 or len(tensors_of(there.trial, other)) > 1)
             if node is not ends[0] or not (is_end or other.op == "placeholder"):
