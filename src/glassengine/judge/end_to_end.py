@@ -17,13 +17,12 @@ from typing import Any, Literal
 
 import torch
 
-from glassengine.blocks import agree
 from glassengine.judge.site_pairs import by_value
-from glassengine.numerics.drift import LITTLE_LEFT, LOST, DriftSums, decibels, loss_of
+from glassengine.numerics.distances import measure
+from glassengine.numerics.drift import LITTLE_LEFT, LOST, DriftSums, loss_of
 from glassengine.numerics.exemptions import DRAWN, PADDING
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.kinds import unequal
-from glassengine.numerics.mask_values import is_finite
 from glassengine.numerics.tolerance import is_inexact, tolerance
 from glassengine.numerics.verdict import Reference
 from glassengine.program.representation.outputs import PREFIX
@@ -445,41 +444,29 @@ def result_figures(
     """
     if baseline.shape != value.shape or baseline.is_complex() or value.is_complex():
         return ResultFigures()
-    b = baseline.double()
-    c = b if baseline.dtype is value.dtype and torch.equal(baseline, value) else value.double()
-    counted = torch.ones_like(b, dtype=torch.bool) if valid is None else valid.expand(b.shape)
+    counted = torch.ones_like(baseline, dtype=torch.bool) if valid is None else valid.expand(baseline.shape)
     left_out = 1 - float(counted.double().mean()) if counted.numel() else 0.0
-    if c is not b and bool((~(agree(b, c) | ~counted) & ~(b.isfinite() & c.isfinite())).any()):
+    b, c = (torch.where(counted, side.double(), 0.0) for side in (baseline, value))
+    found = measure(b, c, rtol=0.0, atol=0.0)
+    if found.num_nonfinite_mismatch:
         return ResultFigures(math.inf, None, None, -math.inf, None, left_out)
-    tokens = _tokens(b, c, counted) if are_logits else {}
-    counted = counted & b.isfinite() & c.isfinite()
-    is_same, b = c is b, torch.where(counted, b, 0.0)
-    c = b if is_same else torch.where(counted, c, 0.0)
-    if not b.numel():
-        return ResultFigures(0.0, 0.0, 0.0, math.inf, 1.0)
-    error, largest = c - b, float(b.abs().max())
-    worst = float(error.abs().max())
+    largest = float(torch.where(c.isfinite(), b, 0.0).abs().max()) if b.numel() else 0.0
     if not (baseline.is_floating_point() and value.is_floating_point()):
-        return ResultFigures(worst, largest, left_out=left_out)
-    noise, signal = float(error.square().sum()), float(b.square().sum())
-    norms = math.sqrt(signal) * float(c.norm())
+        return ResultFigures(found.max_abs_diff, largest, left_out=left_out)
     return ResultFigures(
-        worst,
+        found.max_abs_diff,
         largest,
-        worst / _unit(largest, baseline, value) if largest else None,
-        decibels(loss_of(noise, signal)),
-        1.0 if not noise else float((b * c).sum()) / norms if norms else 0.0,
+        found.max_abs_diff / _unit(largest, baseline, value) if largest else None,
+        found.snr_db,
+        found.cosine_similarity,
         left_out,
-        **tokens,
+        **(_tokens(baseline.double(), value.double(), counted) if are_logits else {}),
     )
 
 
 def _tokens(baseline: torch.Tensor, value: torch.Tensor, counted: torch.Tensor) -> dict[str, Any]:
     """Return what two sets of logits [..., V] say of the next token, at all positions that count; KL in nats."""
     rows = counted.any(-1) & _choose(baseline) & _choose(value)
-    if value is baseline and is_finite(baseline):
-        number = int(rows.sum())
-        return {"num_tokens": number, "same_tokens": number, "mean_kl": 0.0, "max_kl": 0.0} if number else {}
     b, c = baseline[rows], value[rows]
     if not len(b):
         return {}
