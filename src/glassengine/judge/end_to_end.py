@@ -297,7 +297,7 @@ class EndToEnd:
             exempt=exempt,
             judged_by=judged_by,
             within=within,
-            **vars(figures),
+            **figures,
         )
         if made.is_unexplained:
             made = replace(made, verdict="suspicious", reason=_UNDECIDED, is_decided=False)
@@ -419,49 +419,30 @@ def _passed_on(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:
     return Judgement(verdict, None, None, "no op makes it: it is passed on")
 
 
-@dataclass(frozen=True)
-class ResultFigures:
-    """Figures of a result in one step, named as in `ResultComparison`; None where the two cannot be subtracted."""
-
-    max_abs_diff: float | None = None
-    largest: float | None = None
-    ulp: float | None = None
-    snr_db: float | None = None
-    cosine_similarity: float | None = None
-    left_out: float = 0.0
-    num_tokens: int = 0
-    same_tokens: int = 0
-    mean_kl: float | None = None
-    max_kl: float | None = None
-
-
 def result_figures(
     baseline: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None = None, *, are_logits: bool = False
-) -> ResultFigures:
-    """Return how far a result is from the baseline's; elements outside of the mask `valid` do not count.
+) -> dict[str, Any]:
+    """Return how far a result is from the baseline's in one step, by the names of `ResultComparison`.
 
-    With `are_logits` the last axis scores the tokens of a vocabulary.
+    Elements outside of the mask `valid` do not count. With `are_logits` the last axis scores the tokens of a
+    vocabulary.
     """
+    figures: dict[str, Any] = {"max_abs_diff": None, "largest": None}
     if baseline.shape != value.shape or baseline.is_complex() or value.is_complex():
-        return ResultFigures()
+        return figures
     counted = torch.ones_like(baseline, dtype=torch.bool) if valid is None else valid.expand(baseline.shape)
-    left_out = 1 - float(counted.double().mean()) if counted.numel() else 0.0
+    figures["left_out"] = 1 - float(counted.double().mean()) if counted.numel() else 0.0
     b, c = (torch.where(counted, side.double(), 0.0) for side in (baseline, value))
     found = measure(b, c, rtol=0.0, atol=0.0)
     if found.num_nonfinite_mismatch:
-        return ResultFigures(math.inf, None, None, -math.inf, None, left_out)
+        return figures | {"max_abs_diff": math.inf, "snr_db": -math.inf}
     largest = float(torch.where(c.isfinite(), b, 0.0).abs().max()) if b.numel() else 0.0
+    figures |= {"max_abs_diff": found.max_abs_diff, "largest": largest}
     if not (baseline.is_floating_point() and value.is_floating_point()):
-        return ResultFigures(found.max_abs_diff, largest, left_out=left_out)
-    return ResultFigures(
-        found.max_abs_diff,
-        largest,
-        found.max_abs_diff / _unit(largest, baseline, value) if largest else None,
-        found.snr_db,
-        found.cosine_similarity,
-        left_out,
-        **(_tokens(baseline.double(), value.double(), counted) if are_logits else {}),
-    )
+        return figures
+    figures |= {"snr_db": found.snr_db, "cosine_similarity": found.cosine_similarity}
+    figures["ulp"] = found.max_abs_diff / _unit(largest, baseline, value) if largest else None
+    return figures | (_tokens(baseline.double(), value.double(), counted) if are_logits else {})
 
 
 def _tokens(baseline: torch.Tensor, value: torch.Tensor, counted: torch.Tensor) -> dict[str, Any]:
