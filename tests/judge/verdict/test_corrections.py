@@ -21,7 +21,7 @@ from glassengine.judge.verdict.corrections import (
     with_configuration,
     with_lines,
 )
-from glassengine.judge.verdict.source_lines import Ends
+from glassengine.judge.verdict.source_lines import RegionEnds
 from glassengine.program.export.export import export_module
 from glassengine.report.findings import next_step
 from glassengine.results import Altered, Comparison, Divergence, Hint
@@ -139,7 +139,7 @@ def test_the_line_of_a_region_is_that_of_the_number(number: float, wanted: str |
     hints = (Hint("scale", "scale", 1.0, proven=True, change=change),)
     found = Divergence(None, 0, "sdpa", "sdpa", end, None, "wrong", 9.0, None, None, None, hints)
     counterparts = {**{name: name for name in ports}, "sdpa": end}
-    line = Ends(program, program, counterparts, found).line_of_number()
+    line = RegionEnds(program, program, counterparts, found).line_of_number()
     assert (line is None) if wanted is None else (line is not None and line.endswith(wanted))
 
 

@@ -47,7 +47,7 @@ def as_written(score: Score, program: Program, divergence: Divergence) -> Diverg
     own, known = score.side.program, score.side.counterparts
     if own is None:
         return replace(divergence, candidate_source=None)
-    ends = Ends(program, own, known, divergence) if divergence.node in known else None
+    ends = RegionEnds(program, own, known, divergence) if divergence.node in known else None
     named = divergence if ends is None else ends.at_what_computes()
     is_proven = any(hint.proven for hint in divergence.hints[:1])
     added = line = both = None
@@ -87,7 +87,7 @@ def _is_right(score: Score, program: Program, line: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Ends:
+class RegionEnds:
     """The op of each side at which a divergence was found; the ops above it, up to counterparts, are its region.
 
     Attributes:
