@@ -116,6 +116,10 @@ class SiteTable(Sequence[Site]):
             table.setdefault(site.node, []).append(site)
         return {node: tuple(sorted(sites, key=lambda s: s.kind != "op")) for node, sites in table.items()}
 
+    def op_of(self, node: str | None) -> Site | None:
+        """Return the op site of an FX node; None where it has none."""
+        return next((site for site in self.by_node.get(node or "", ()) if site.kind == "op"), None)
+
     def match(self, pattern: str) -> list[Site]:
         """Return the sites that `pattern` names: exactly (site or alias), else as glob or `re:` of either."""
         exact = self._by_name.get(pattern)

@@ -163,7 +163,7 @@ def test_rows_without_a_likeliest_token_are_no_tokens() -> None:
     logits = torch.randn(2, 4, 10, generator=torch.Generator().manual_seed(0))
     logits[0, 1], logits[1, 2], logits[1, 3, :4] = torch.nan, -torch.inf, -torch.inf
     found = result_figures(logits, logits * (1 + 1e-3), are_logits=True)
-    assert (found.num_tokens, found.same_tokens) == (6, 6) and found.max_kl is not None and found.max_kl < 1e-4
+    assert (found["num_tokens"], found["same_tokens"]) == (6, 6) and found["max_kl"] < 1e-4
     severity = Severity()
     severity.add(logits[1], logits[1] * (1 + 1e-3), 1e-6, "case, step 0")
     assert severity.num_tokens == 3 and severity.to_dict()["mean_kl"] < 1e-4

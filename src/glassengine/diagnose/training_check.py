@@ -48,9 +48,9 @@ from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.program import ProgramSide
 from glassengine.judge.sides.protocol import Guarantee, Observed, Place, Side, float_nodes
 from glassengine.judge.site_pairs import SitePair, pair_sites
-from glassengine.judge.verdict.conclude import as_written
 from glassengine.judge.verdict.run import run_cases
 from glassengine.judge.verdict.score import Score
+from glassengine.judge.verdict.source_lines import as_written
 from glassengine.numerics.float64 import double
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.verdict import Reference

@@ -17,13 +17,12 @@ from typing import Any, Literal
 
 import torch
 
-from glassengine.blocks import agree
 from glassengine.judge.site_pairs import by_value
-from glassengine.numerics.drift import LITTLE_LEFT, LOST, DriftSums, decibels, loss_of
+from glassengine.numerics.distances import measure
+from glassengine.numerics.drift import LITTLE_LEFT, LOST, DriftSums, loss_of
 from glassengine.numerics.exemptions import DRAWN, PADDING
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.kinds import unequal
-from glassengine.numerics.mask_values import is_finite
 from glassengine.numerics.tolerance import is_inexact, tolerance
 from glassengine.numerics.verdict import Reference
 from glassengine.program.representation.outputs import PREFIX
@@ -298,7 +297,7 @@ class EndToEnd:
             exempt=exempt,
             judged_by=judged_by,
             within=within,
-            **vars(figures),
+            **figures,
         )
         if made.is_unexplained:
             made = replace(made, verdict="suspicious", reason=_UNDECIDED, is_decided=False)
@@ -420,66 +419,35 @@ def _passed_on(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:
     return Judgement(verdict, None, None, "no op makes it: it is passed on")
 
 
-@dataclass(frozen=True)
-class ResultFigures:
-    """Figures of a result in one step, named as in `ResultComparison`; None where the two cannot be subtracted."""
-
-    max_abs_diff: float | None = None
-    largest: float | None = None
-    ulp: float | None = None
-    snr_db: float | None = None
-    cosine_similarity: float | None = None
-    left_out: float = 0.0
-    num_tokens: int = 0
-    same_tokens: int = 0
-    mean_kl: float | None = None
-    max_kl: float | None = None
-
-
 def result_figures(
     baseline: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None = None, *, are_logits: bool = False
-) -> ResultFigures:
-    """Return how far a result is from the baseline's; elements outside of the mask `valid` do not count.
+) -> dict[str, Any]:
+    """Return how far a result is from the baseline's in one step, by the names of `ResultComparison`.
 
-    With `are_logits` the last axis scores the tokens of a vocabulary.
+    Elements outside of the mask `valid` do not count. With `are_logits` the last axis scores the tokens of a
+    vocabulary.
     """
+    figures: dict[str, Any] = {"max_abs_diff": None, "largest": None}
     if baseline.shape != value.shape or baseline.is_complex() or value.is_complex():
-        return ResultFigures()
-    b = baseline.double()
-    c = b if baseline.dtype is value.dtype and torch.equal(baseline, value) else value.double()
-    counted = torch.ones_like(b, dtype=torch.bool) if valid is None else valid.expand(b.shape)
-    left_out = 1 - float(counted.double().mean()) if counted.numel() else 0.0
-    if c is not b and bool((~(agree(b, c) | ~counted) & ~(b.isfinite() & c.isfinite())).any()):
-        return ResultFigures(math.inf, None, None, -math.inf, None, left_out)
-    tokens = _tokens(b, c, counted) if are_logits else {}
-    counted = counted & b.isfinite() & c.isfinite()
-    is_same, b = c is b, torch.where(counted, b, 0.0)
-    c = b if is_same else torch.where(counted, c, 0.0)
-    if not b.numel():
-        return ResultFigures(0.0, 0.0, 0.0, math.inf, 1.0)
-    error, largest = c - b, float(b.abs().max())
-    worst = float(error.abs().max())
+        return figures
+    counted = torch.ones_like(baseline, dtype=torch.bool) if valid is None else valid.expand(baseline.shape)
+    figures["left_out"] = 1 - float(counted.double().mean()) if counted.numel() else 0.0
+    b, c = (torch.where(counted, side.double(), 0.0) for side in (baseline, value))
+    found = measure(b, c, rtol=0.0, atol=0.0)
+    if found.num_nonfinite_mismatch:
+        return figures | {"max_abs_diff": math.inf, "snr_db": -math.inf}
+    largest = float(torch.where(c.isfinite(), b, 0.0).abs().max()) if b.numel() else 0.0
+    figures |= {"max_abs_diff": found.max_abs_diff, "largest": largest}
     if not (baseline.is_floating_point() and value.is_floating_point()):
-        return ResultFigures(worst, largest, left_out=left_out)
-    noise, signal = float(error.square().sum()), float(b.square().sum())
-    norms = math.sqrt(signal) * float(c.norm())
-    return ResultFigures(
-        worst,
-        largest,
-        worst / _unit(largest, baseline, value) if largest else None,
-        decibels(loss_of(noise, signal)),
-        1.0 if not noise else float((b * c).sum()) / norms if norms else 0.0,
-        left_out,
-        **tokens,
-    )
+        return figures
+    figures |= {"snr_db": found.snr_db, "cosine_similarity": found.cosine_similarity}
+    figures["ulp"] = found.max_abs_diff / _unit(largest, baseline, value) if largest else None
+    return figures | (_tokens(baseline.double(), value.double(), counted) if are_logits else {})
 
 
 def _tokens(baseline: torch.Tensor, value: torch.Tensor, counted: torch.Tensor) -> dict[str, Any]:
     """Return what two sets of logits [..., V] say of the next token, at all positions that count; KL in nats."""
     rows = counted.any(-1) & _choose(baseline) & _choose(value)
-    if value is baseline and is_finite(baseline):
-        number = int(rows.sum())
-        return {"num_tokens": number, "same_tokens": number, "mean_kl": 0.0, "max_kl": 0.0} if number else {}
     b, c = baseline[rows], value[rows]
     if not len(b):
         return {}

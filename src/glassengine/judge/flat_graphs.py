@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -260,30 +259,25 @@ def without_numbers(graph: CapturedGraph, values: Sequence[Any]) -> tuple[Captur
         return graph, list(values)  # it has no numbers
     copy = copied_graph(graph.module.graph)
     specs, kept = [], []
-    for node, spec, value in zip(list(copy.find_nodes(op="placeholder")), graph.inputs, values, strict=True):
-        numbers = [node]
-        if isinstance(value, torch.Tensor):
-            numbers = [user for user in node.users if user.target is torch.ops.aten._local_scalar_dense.default]
-            if not numbers or len(numbers) < len(node.users):
-                specs.append(spec)
-                kept.append(value)
-                continue
-            value = value.item()
-        for number in numbers:
-            written = partial(_in_place_of, {number: value})
-            for user in list(number.users):
-                user.args = torch.fx.node.map_arg(user.args, written)
-                user.kwargs = torch.fx.node.map_arg(user.kwargs, written)
-            copy.erase_node(number)
-        if numbers[0] is not node:
+    numbers: dict[Node, Any] = {}
+    for node, spec, value in zip(copy.find_nodes(op="placeholder"), graph.inputs, values, strict=True):
+        readers = list(node.users)
+        if not isinstance(value, torch.Tensor):
+            numbers[node] = value
+        elif readers and all(user.target is torch.ops.aten._local_scalar_dense.default for user in readers):
+            numbers |= dict.fromkeys([node, *readers], value.item())
+        else:
+            specs.append(spec)
+            kept.append(value)
+    for node in reversed(copy.nodes):
+        if node in numbers:
             copy.erase_node(node)
+            continue
+        node.args = torch.fx.node.map_arg(node.args, lambda read: numbers.get(read, read))
+        node.kwargs = torch.fx.node.map_arg(node.kwargs, lambda read: numbers.get(read, read))
     module = GraphModule(graph.module, copy)
     with_values(module, kept)
     return replace(graph, module=module, inputs=tuple(specs)), kept
-
-
-def _in_place_of(values: Mapping[Node, Any], node: Node) -> Any:
-    return values.get(node, node)
 
 
 def program_of(graph: CapturedGraph, values: Sequence[Any]) -> Program:

@@ -6,6 +6,7 @@ written into it, so that a piece has tensors and literals only.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -175,8 +176,8 @@ class _Search:
     def smallest(self, nodes: Sequence[Node]) -> Piece | None:
         if not self._failing(nodes):
             return None
-        end = _least(1, len(nodes), lambda size: self._failing(nodes[:size]))
-        size = _least(1, end, lambda size: self._failing(nodes[end - size : end]))
+        end = 1 + bisect_left(range(1, len(nodes)), True, key=lambda size: self._failing(nodes[:size]))
+        size = 1 + bisect_left(range(1, end), True, key=lambda size: self._failing(nodes[end - size : end]))
         self._thin(nodes[end - size : end])
         return self._best
 
@@ -202,17 +203,6 @@ class _Search:
             if piece is not None and self._tried[key] and (not self._best or len(piece.ops) < len(self._best.ops)):
                 self._best = piece
         return self._tried.get(key, False)
-
-
-def _least(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """Return the least number of [low, high] for which `holds`; it is taken to hold for `high`."""
-    while low < high:
-        middle = (low + high) // 2
-        if holds(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return high
 
 
 def piece_of(nodes: Iterable[Node], values: Mapping[str, Any]) -> Piece | None:

@@ -85,7 +85,7 @@ def _pair_outputs(
 ) -> None:
     """An op behind the last one of a result (a clamp, say) is what that result has become."""
     for name, node in baseline.output_nodes.items():
-        ours, theirs = _op_site(baseline, node), _op_site(candidate, candidate.output_nodes.get(name))
+        ours, theirs = baseline.sites.op_of(node), candidate.sites.op_of(candidate.output_nodes.get(name))
         if ours is None or theirs is None:
             continue
         known = pairs.get(ours.name)
@@ -101,7 +101,7 @@ def _pair_by_consumer(
     counterpart = {pair.baseline.node: nodes[1][pair.candidate.node] for pair in pairs.values()}
     taken = {pair.candidate.node for pair in pairs.values()}
     for node in reversed(baseline.graph.nodes):
-        ours = _op_site(baseline, node.name)
+        ours = baseline.sites.op_of(node.name)
         if ours is None or ours.name in pairs:
             continue
         for user in node.users:
@@ -110,7 +110,7 @@ def _pair_by_consumer(
             theirs = _fed(user, node, counterpart[user.name])
             # A draw is no counterpart of what is computed.
             is_alike = theirs is not None and traits_of(theirs).is_arbitrary == traits_of(node).is_arbitrary
-            site = _op_site(candidate, theirs.name) if theirs is not None and is_alike else None
+            site = candidate.sites.op_of(theirs.name) if theirs is not None and is_alike else None
             if site is not None and site.node not in taken and _kind(site)[1:] == _kind(ours)[1:]:
                 pairs[ours.name] = SitePair(ours, site, "consumer", difference(node, nodes[1][site.node]))
                 counterpart[node.name] = nodes[1][site.node]
@@ -125,10 +125,6 @@ def _fed(user: Node, node: Node, counterpart: Node) -> Node | None:
         return None
     fed = theirs[ours.index(node)]
     return fed if isinstance(fed, Node) else None
-
-
-def _op_site(program: Program, node: str | None) -> Site | None:
-    return next((site for site in program.sites.by_node.get(node or "", ()) if site.kind == "op"), None)
 
 
 def _by_call(program: Program) -> dict[str, list[Site]]:

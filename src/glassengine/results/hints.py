@@ -53,6 +53,10 @@ class Altered(Result):
     configured: str | None = None
     exchanged: tuple[int, ...] = ()
 
+    def is_of(self, site: str) -> bool:
+        """Whether the one op that is changed is that of a site, by its name in its module."""
+        return [op.rpartition("/")[2] for op in self.ops] == [site.rpartition("/")[2]]
+
 
 @dataclass(frozen=True)
 class Hint(Result):

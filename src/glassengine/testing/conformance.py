@@ -195,7 +195,7 @@ class _Check:
             known[node] = (value, value)
             casts.visit(node, known)
             if isinstance(value, torch.Tensor):
-                self._undefined[node.name] = casts.of(node, known)
+                self._undefined[node.name] = casts.excluded(node, known)
                 values[node.name] = value.clone()
 
         expected = run_program(program, given, observe)

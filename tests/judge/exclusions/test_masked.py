@@ -141,7 +141,7 @@ def left_out(source: Source, module: nn.Module, **inputs: torch.Tensor) -> dict[
         known[node] = (value, value)
         followed.visit(node, known)
         if isinstance(value, torch.Tensor):
-            masks[node.name] = followed.of(node, known)
+            masks[node.name] = followed.excluded(node, known)
 
     run_program(program, inputs, observe)
     sites = {site.node: site.name.rpartition("/")[2] for site in program.sites if site.kind == "op"}

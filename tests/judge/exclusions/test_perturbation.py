@@ -63,10 +63,10 @@ def test_a_node_that_cannot_be_computed_from_other_values_is_other_as_a_whole() 
     env: dict[Node, tuple[Tensor, Tensor]] = dict.fromkeys((x, place, picked), (given, given))
     for node in (place, picked):
         followed.visit(node, env)
-    found = followed.of(picked, env)
+    found = followed.excluded(picked, env)
     assert found is not None and found.tolist() == [True, True]
     followed.settle(picked)
-    assert followed.of(picked, env) is None
+    assert followed.excluded(picked, env) is None
 
 
 @pytest.mark.parametrize("given", [[0.0, 1.0, -3.0], [0, 5, -5], [True, False]])

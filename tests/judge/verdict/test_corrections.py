@@ -14,7 +14,6 @@ from glassengine.diagnose import check
 from glassengine.judge.verdict.corrections import (
     corrected,
     exchanged,
-    line_of_number,
     transposed,
     value_named,
     with_argument,
@@ -22,6 +21,7 @@ from glassengine.judge.verdict.corrections import (
     with_configuration,
     with_lines,
 )
+from glassengine.judge.verdict.source_lines import RegionEnds
 from glassengine.program.export.export import export_module
 from glassengine.report.findings import next_step
 from glassengine.results import Altered, Comparison, Divergence, Hint
@@ -124,24 +124,23 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("number", "proven", "wanted"),
+    ("number", "wanted"),
     [
-        (0.125, True, "scores = scores / 8.0"),
-        (0.125, False, None),
-        (0.25, True, None),  # nowhere
-        (-1, True, None),  # a whole number is an axis as well
+        (0.125, "scores = scores / 8.0"),
+        (0.25, None),  # nowhere
+        (-1, None),  # a whole number is an axis as well
     ],
 )
-def test_the_line_of_a_region_is_that_of_the_number(number: float, proven: bool, wanted: str | None) -> None:
+def test_the_line_of_a_region_is_that_of_the_number(number: float, wanted: str | None) -> None:
     program = export_module(Attention(), {name: torch.randn(1, 2, 3, 4) for name in "qkv"})
     ports = {port.node for port in program.inputs}
     end = next(node for node in reversed(program.graph.nodes) if node.op == "call_function").name
     change = Altered(argument="scale", baseline=0.5, candidate=number)
-    hints = (Hint("scale", "scale", 1.0, proven=proven, change=change),)
+    hints = (Hint("scale", "scale", 1.0, proven=True, change=change),)
     found = Divergence(None, 0, "sdpa", "sdpa", end, None, "wrong", 9.0, None, None, None, hints)
-    line = line_of_number(program, {**{name: name for name in ports}, "sdpa": end}, found)
+    counterparts = {**{name: name for name in ports}, "sdpa": end}
+    line = RegionEnds(program, program, counterparts, found).line_of_number()
     assert (line is None) if wanted is None else (line is not None and line.endswith(wanted))
-    assert line_of_number(None, {"sdpa": end}, found) is None
 
 
 def test_columns_are_those_of_whole_arguments() -> None:

@@ -87,9 +87,7 @@ class OtherValues:
 
     def keep(self, node: Node, other: Any, value: Any) -> bool:
         """Keep another value of a node if it differs from `value`, the node's own; return whether it does."""
-        is_other = other is WHOLE or (
-            other is not value and any(pytree.tree_leaves(pytree.tree_map(_differs_at_all, value, other)))
-        )
+        is_other = other is WHOLE or any(pytree.tree_leaves(pytree.tree_map(_differs_at_all, value, other)))
         if is_other:
             self.perturbed[node] = other
         return is_other
@@ -166,7 +164,7 @@ class Source:
         return True
 
 
-class Followed:
+class Followed(OtherValues):
     """The elements of one step that depend on what a source marks, found in graph order.
 
     Args:
@@ -175,9 +173,8 @@ class Followed:
     """
 
     def __init__(self, source: Source, again: Again | None = None) -> None:
+        super().__init__(again or self._computed_again, is_lost_as_a_whole=source.is_lost_as_a_whole)
         self.source = source
-        self._lane = OtherValues(again or self._computed_again, is_lost_as_a_whole=source.is_lost_as_a_whole)
-        self.perturbed = self._lane.perturbed
         self._dropped: dict[Node, Tensor] = {}
         self._values: Values = {}
 
@@ -192,16 +189,17 @@ class Followed:
         traits, value = traits_of(node), values[node][self.source.lane]
         if self.perturbed or self.source.concerns(traits):
             # An op that draws or allocates makes other values each time, whatever it reads.
-            below = value if traits.is_arbitrary else self._below(node, value)
-            self._lane.keep(node, self.source.other(node, below, values, self.perturbed), value)
+            below = value if traits.is_arbitrary else self.below(node, value)
+            self.keep(node, self.source.other(node, below, values, self.perturbed), value)
         dropped = self.source.drops(node, value, values) if isinstance(value, Tensor) else None
         if dropped is not None and bool(dropped.any()):
             self._dropped[node] = dropped
 
-    def _below(self, node: Node, value: Any) -> Any:
-        return WHOLE if self.source.loses(node, self.perturbed) else self._lane.below(node, value)
+    def below(self, node: Node, value: Any) -> Any:
+        """Return what a node makes of the other values that it reads; see `Source.loses`."""
+        return WHOLE if self.source.loses(node, self.perturbed) else super().below(node, value)
 
-    def of(self, node: Node, values: Values, dtype: torch.dtype | None = None) -> Tensor | None:
+    def excluded(self, node: Node, values: Values, dtype: torch.dtype | None = None) -> Tensor | None:
         """Return a bool mask, in the shape of the node's value, of what does not count; None if all of it counts.
 
         Args:
@@ -213,9 +211,9 @@ class Followed:
             return None
         value: Tensor = values[node][self.source.lane]
         share = self.source.negligible * unit_roundoff(dtype or value.dtype) if value.is_floating_point() else 0.0
-        found = self._lane.of(node, value, share)
+        found = self.of(node, value, share)
         if found is None:
-            self._lane.settle(node)
+            super().settle(node)
         dropped = self._dropped.get(node)
         if dropped is not None:
             found = dropped if found is None else found | dropped
@@ -223,14 +221,12 @@ class Followed:
 
     def settle(self, node: Node) -> None:
         """Forget `node`: nothing reads it any more, or its other values are no longer legal."""
-        self._lane.settle(node)
+        super().settle(node)
         self._dropped.pop(node, None)
 
     def _computed_again(self, node: Node, other_values: Mapping[Node, Any]) -> Any:
-        return call_with(
-            node,
-            lambda source: other_values[source] if source in other_values else self._values[source][self.source.lane],
-        )
+        own, lane = self._values, self.source.lane
+        return call_with(node, lambda read: other_values[read] if read in other_values else own[read][lane])
 
 
 def call_with(node: Node, value_of: Callable[[Node], Any], target: Any = None) -> Any:
@@ -263,9 +259,9 @@ def differs(other: Any, value: Tensor, share: float = 0.0) -> Tensor:
 
 
 def _differs_at_all(value: Any, other: Any) -> bool:
-    if not isinstance(value, Tensor):
-        return not isinstance(other, Tensor) and bool(other != value)
-    return other is not value and bool(differs(other, value).any())
+    if other is value or not isinstance(value, Tensor):
+        return other is not value and not isinstance(other, Tensor) and bool(other != value)
+    return bool(differs(other, value).any())
 
 
 @dataclass(frozen=True)

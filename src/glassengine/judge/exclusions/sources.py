@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -225,11 +226,11 @@ class Exclusions:
             dtype: In which it is rounded.
         """
         masks: dict[ExemptionReason, Tensor] = {} if real is None else {PADDING: ~real}
-        masks |= {one.source.kind: mask for one in self._followed if (mask := one.of(node, values, dtype)) is not None}
-        valid: Tensor | None = None
-        for reason, mask in masks.items():
-            if reason not in CHOICES:
-                valid = ~mask if valid is None else valid & ~mask
+        for one in self._followed:
+            if (mask := one.excluded(node, values, dtype)) is not None:
+                masks[one.source.kind] = mask
+        undefined = [mask for reason, mask in masks.items() if reason not in CHOICES]
+        valid = ~reduce(torch.logical_or, undefined) if undefined else None
         return Excluded(masks, valid, masks.get(TIES))
 
     def force(self, node: Node) -> None:

@@ -61,11 +61,6 @@ def _leaves_equals_in_any_order(op: Node) -> bool:
     return choice is not None and bool(choice.flag) and not argument(op, "stable")
 
 
-def chosen_along(op: Node) -> Any:
-    """Return the dimension along which an op chooses; None if it chooses one element of all."""
-    return argument(op, "dim")
-
-
 def tied_choices(
     op: Node,
     args: tuple[Any, ...],
@@ -106,7 +101,7 @@ def tied_choices(
 
 
 def _of_ranking(op: Node, values: Tensor, exact: Tensor, candidate: Tensor, error: _Error) -> Tensor | None:
-    dim = chosen_along(op)
+    dim = argument(op, "dim")
     dim = -1 if dim is None else dim
     if not isinstance(dim, int) or values.dim() == 0:
         return None
@@ -258,7 +253,7 @@ def _ranked_otherwise(node: Node, choice: Choice, values: Sequence[Tensor], othe
     Values are close to all that they are compared with if one depends on a tie (`hangs`).
     """
     exact = values[0]
-    at = chosen_along(node)
+    at = argument(node, "dim")
     indices = other[1] if isinstance(other, (tuple, list)) else other
     if not isinstance(at, int) or not isinstance(indices, Tensor) or is_real(indices) or exact.shape[at] < 2:
         return other  # of all elements at once, say: runs that differ are seen all the same

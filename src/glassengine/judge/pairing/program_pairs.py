@@ -41,7 +41,6 @@ from glassengine.numerics.kinds import in_kind
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.program import Program
-from glassengine.sites import Site
 
 _ROUNDINGS = 16
 """Unit roundoffs by which a tensor may differ from its prediction: rounding of a region, not of one op."""
@@ -247,7 +246,7 @@ class ProgramPairs:
 
     def settle(self, node: Node, seen: CandidateTensor) -> None:
         """Make a tensor of the candidate the counterpart of a node."""
-        ours, theirs = _op_site(self._baseline, node.name), _op_site(self._candidate, seen.name)
+        ours, theirs = self._baseline.sites.op_of(node.name), self._candidate.sites.op_of(seen.name)
         if ours is None or theirs is None or seen.name not in self.tensors.nodes:
             return
         self.counterparts[node.name] = seen
@@ -301,10 +300,6 @@ class ProgramPairs:
     def unit(self, node: Node, name: str) -> float:
         """Unit roundoff of the coarser of `node`, with its region, and the candidate's tensor."""
         return max(self._roundoff[node.name], self.tensors.unit(name))
-
-
-def _op_site(program: Program, node: str) -> Site | None:
-    return next((site for site in program.sites.by_node.get(node, ()) if site.kind == "op"), None)
 
 
 class UnknownValue(Exception):

@@ -29,7 +29,7 @@ from torch.fx import Node
 from glassengine.judge.cases import Given, by_name, empty_caches
 from glassengine.judge.exclusions.masked import valid_in_step
 from glassengine.judge.exclusions.perturbation import unread_nodes
-from glassengine.judge.exclusions.ties import chosen_along, is_unordered, tied_choices
+from glassengine.judge.exclusions.ties import is_unordered, tied_choices
 from glassengine.judge.pieces import Piece
 from glassengine.judge.replay.expected import Claim, ReplayedTensor, SegmentReplay, expected_of
 from glassengine.judge.replay.op import MOST_DEPTH, CandidateCall, OneOp, Ops
@@ -40,6 +40,7 @@ from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.kinds import NOTHING, KnownValues, in_kind
 from glassengine.numerics.noise import WideOperands
 from glassengine.numerics.verdict import TIE
+from glassengine.ops.row import argument
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.program import Program
@@ -220,7 +221,7 @@ def in_any_order(one: OneOp, first: ReplayedTensor | None) -> Iterator[ReplayedT
     """The op promises no order of the values that it chooses, and sorted they are within floor and bound."""
     if not _may_be_in_any_order(one):
         return
-    dim, operation = chosen_along(one.op), one.operation
+    dim, operation = argument(one.op, "dim"), one.operation
 
     def in_order(*args: Any, **kwargs: Any) -> torch.Tensor:
         value: torch.Tensor = operation.target(*args, **kwargs)

@@ -6,8 +6,7 @@ import dataclasses
 import itertools
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.fx import Node
@@ -18,24 +17,12 @@ from glassengine.judge.end_to_end import Seeded, Severity, are_random, results_l
 from glassengine.judge.exclusions.perturbation import unread_nodes
 from glassengine.judge.replay.replay import covered
 from glassengine.judge.sides.protocol import ObservedAt, Place, float_nodes
-from glassengine.judge.site_pairs import ancestors, origin_of, paired_results, passes_on
-from glassengine.judge.verdict.corrections import (
-    is_beside,
-    is_of_both,
-    line_of_added_op,
-    line_of_number,
-    line_of_other_layers,
-    line_of_reader,
-    line_of_same_ops,
-    line_replaced,
-    lines_of_region,
-    lines_that_differ,
-    with_lines,
-)
+from glassengine.judge.site_pairs import ancestors, paired_results
+from glassengine.judge.verdict.corrections import with_lines
 from glassengine.judge.verdict.coverage import coverage, granularity, missing, not_judged, region_nodes
 from glassengine.judge.verdict.origins import grouped, place_of, with_proofs
 from glassengine.judge.verdict.score import Score
-from glassengine.judge.verdict.statements import statement_not_run
+from glassengine.judge.verdict.source_lines import as_written
 from glassengine.judge.verdict.structural_diff import left_out, written_differently
 from glassengine.numerics.drift import drift_rows
 from glassengine.ops.traits import traits_of
@@ -56,7 +43,6 @@ from glassengine.results import (
     counts_of,
     worst,
 )
-from glassengine.sites import Site, code_of_line
 
 _LABEL = re.compile(r"\S+\.\d+")
 """What a hint calls one tensor, in one pass of a loop."""
@@ -110,19 +96,16 @@ def findings_of(
     order = {node.name: index for index, node in enumerate(program.graph.nodes)}
     levels: list[LevelResult] = []
     origins: list[Divergence] = []
-    soft = softened(scores, program)
-    verdicts = {level: worst(pair.verdict for pair in found) for level, found in soft.pairs.items()}
+    pairs_of, divergences_of = softened(scores, program)
+    verdicts = {level: worst(pair.verdict for pair in found) for level, found in pairs_of.items()}
     for score in scores:
-        found = sorted(soft.divergences[score.side.level], key=lambda d: (d.step, order[d.node or ""]))
-        found = [_with_observer_effect(divergence, verdicts) for divergence in found]
-        found = [_with_ops_left_out(score, program, divergence) for divergence in found]
+        found = sorted(divergences_of[score.side.level], key=lambda d: (d.step, order[d.node or ""]))
+        found = [_with_ops_left_out(score, program, _with_observer_effect(one, verdicts)) for one in found]
         found = joined([with_lines(as_written(score, program, divergence)) for divergence in found])
         origins += found
         levels.append(_level(score, program, found, severity.get(score.side.level), verdicts[score.side.level]))
     origins = grouped(with_proofs(origins, program), program)
-    pairs = tuple(
-        pair for score in scores for pair in [*soft.pairs[score.side.level], *_within_regions(score, program)]
-    )
+    pairs = tuple(pair for score in scores for pair in [*pairs_of[score.side.level], *_within_regions(score, program)])
     if not pairs:
         raise IncomparableError("nothing was compared", expected="sites that both sides have")
     inside = worst(pair.verdict for pair in pairs)
@@ -332,72 +315,6 @@ def _is_of_right_layers(score: Score, program: Program, divergence: Divergence, 
     )
 
 
-def as_written(score: Score, program: Program, divergence: Divergence) -> Divergence:
-    """Name the op that computes, on both sides, and the line of the candidate's own: that of a number proven wrong."""
-    named = _at_what_computes(score, program, divergence)
-    own, known = score.side.program, score.side.counterparts
-    added = line_of_added_op(program, own, known, divergence)
-    line = line_of_number(own, known, divergence) or added or line_of_reader(program, own, known, divergence)
-    is_told = line is not None and not is_of_both(program, line)
-    if line and is_told and (ours := line_replaced(program, own, named.source, line)):
-        return dataclasses.replace(named, source=ours, candidate_source=line)
-    both = None if is_told else lines_that_differ(program, own, known, divergence)
-    beside = None if is_told or both is not None else lines_of_region(program, own, known, divergence)
-    if beside is not None and not _is_right(score, program, beside[0]):
-        both = beside
-    if both is not None:
-        return dataclasses.replace(named, source=both[0], candidate_source=both[1])
-    line = line or _source_there(score, named)
-    is_another = code_of_line(line) != code_of_line(named.source)
-    if line and line != added and own and divergence.node in known and named.source and is_another:
-        is_other = is_beside(program, own, known, divergence, line)
-        line = line_of_same_ops(program, own, named.source) if is_other else line
-    line = line or line_of_other_layers(own, named)
-    node = next((site.node for site in program.sites if site.name == named.site), None)
-    if line is None and own is not None and node is not None and any(hint.proven for hint in named.hints[:1]):
-        source = statement_not_run(program.node(node), own.graph.nodes)
-        return dataclasses.replace(named, source=source or named.source, candidate_source=None)
-    return dataclasses.replace(named, candidate_source=line)
-
-
-def _is_right(score: Score, program: Program, line: str) -> bool:
-    """Whether all ops of a line of the baseline compute, were judged as they are, and are right."""
-    sites = [site for site in program.sites if site.source == line]
-    right = {pair.site for pair in score.pairs if pair.verdict not in FLAGGED}
-    turned = {node for node, pair in score.side.pairs.items() if pair.arrangement is not None}
-    return bool(sites) and all(
-        site.name in right and site.node not in turned and not passes_on(program.node(site.node)) for site in sites
-    )
-
-
-def _at_what_computes(score: Score, program: Program, divergence: Divergence) -> Divergence:
-    """Name the ops that compute where a region ends in views: what a view passes on, it did not make."""
-    own_program, known = score.side.program, score.side.counterparts
-    if own_program is None or divergence.node is None or divergence.node not in known:
-        return divergence
-    counterpart = known[divergence.node]
-    own = _origin(program, divergence.node, known)
-    there = _origin(own_program, counterpart, set(known.values()))
-    is_its_end = divergence.site in {site.name for site in program.sites.by_node.get(divergence.node, ())}
-    if own is not None and own.node != divergence.node and is_its_end:
-        divergence = dataclasses.replace(divergence, site=own.name, source=own.source)
-    if there is not None and there.node != counterpart:
-        divergence = dataclasses.replace(divergence, candidate_site=there.name)
-    return divergence
-
-
-def _origin(program: Program, name: str, known: Collection[str]) -> Site | None:
-    node = origin_of(program.node(name), known)
-    return next((site for site in program.sites.by_node.get(node.name, ()) if site.kind == "op"), None)
-
-
-def _source_there(score: Score, divergence: Divergence) -> str | None:
-    """Return the line of the candidate's own program that made its tensor, where it has one."""
-    own = score.side.program
-    site = None if own is None else own.sites.get(divergence.candidate_site)
-    return None if site is None else site.source
-
-
 def _within_regions(score: Score, program: Program) -> Iterator[Pair]:
     """A pair for each op that the candidate writes differently, with the verdict of the region that it is in."""
     inside = region_nodes(score) if score.side.observed_at is ObservedAt.OP else {}
@@ -440,16 +357,8 @@ UNREAD = "nothing reads it: no result can depend on it"
 BY_NAME_ONLY = "by its name alone; from its own inputs it is right, and the results agree"
 
 
-@dataclass(frozen=True)
-class Softened:
-    """Pairs and divergences by level, after alarms that cannot matter were softened."""
-
-    pairs: dict[str, list[Pair]]
-    divergences: dict[str, list[Divergence]]
-
-
-def softened(scores: Sequence[Score], program: Program) -> Softened:
-    """Return what all sides found, with the two alarms of the module's docstring softened."""
+def softened(scores: Sequence[Score], program: Program) -> tuple[dict[str, list[Pair]], dict[str, list[Divergence]]]:
+    """Return pairs and divergences by level, with alarms softened that cannot matter."""
     unread = unread_nodes(program)
     main = [score for score in scores if score.side.observed_at is ObservedAt.OP and score.side.place is not Place.PASS]
     agree = [score for score in scores if _agrees(score)]
@@ -467,14 +376,19 @@ def softened(scores: Sequence[Score], program: Program) -> Softened:
             if all(pair.site in named for pair in score.pairs if pair.verdict == "wrong"):
                 excused = dict.fromkeys(right, BY_NAME_ONLY) | excused
         sites = {site.name: why for node, why in excused.items() for site in program.sites.by_node.get(node, ())}
-        pairs[score.side.level] = [_softer(pair, sites) for pair in score.pairs]
+        pairs[score.side.level] = [
+            dataclasses.replace(pair, verdict="suspicious", reason=sites[pair.site])
+            if pair.verdict == "wrong" and pair.site in sites
+            else pair
+            for pair in score.pairs
+        ]
         divergences[score.side.level] = [
             dataclasses.replace(found, verdict="suspicious")
-            if found.verdict == "wrong" and (found.node or "") in excused
+            if found.verdict == "wrong" and found.node in excused
             else found
             for found in (score.divergences or (score.coarsened if _differs(score) else {})).values()
         ]
-    return Softened(pairs, divergences)
+    return pairs, divergences
 
 
 def _agrees(score: Score) -> bool:
@@ -485,12 +399,6 @@ def _agrees(score: Score) -> bool:
 
 def _differs(score: Score) -> bool:
     return any(not result.agrees for result in score.results.compared)
-
-
-def _softer(pair: Pair, sites: Mapping[str, str]) -> Pair:
-    if pair.verdict != "wrong" or pair.site not in sites:
-        return pair
-    return dataclasses.replace(pair, verdict="suspicious", reason=sites[pair.site])
 
 
 def vacuous(program: Program, scores: Sequence[Score]) -> Iterator[str]:

@@ -7,41 +7,21 @@ the line could be meant.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import inspect
 import io
-import itertools
 import keyword
 import math
 import re
 import tokenize
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from difflib import SequenceMatcher
 from typing import Any
 
 import torch
-from torch.fx import Node
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
-from glassengine.judge.hypotheses.trials.hypothesis import constants_of, whole_of
-from glassengine.judge.site_pairs import (
-    ancestors,
-    done_later,
-    origin_of,
-    passed_on,
-    passes_on,
-    readers_of,
-    region_of,
-)
-from glassengine.judge.verdict.origins import place_of
-from glassengine.judge.verdict.statements import ALIKE, statements_apart
-from glassengine.program.representation.naming import depth_of, line_beside, source_line
-from glassengine.program.representation.program import Program
 from glassengine.results import Altered, Divergence, Findings, Hint
-from glassengine.sites import Site, code_of_line, parts_of_line
+from glassengine.sites import parts_of_line
 
 _OF_AXES = frozenset({"dims", "dim"})
 _OF_PLACES = frozenset({"index", "start", "end", "step", "length"})
@@ -50,236 +30,6 @@ _OF_SHAPES = frozenset({"reshape", "view", "expand", "repeat", "flatten", "unfla
 """Functions whose whole numbers are sizes and axes: none of them is a number of another op on the line."""
 _LEAST_AXES = 3
 """Two numbers beside each other are found in many lines."""
-_MOST_PLACES = 24
-"""Places in the code of each side, the nearest to the end of a region, of which each is compared with each."""
-_DIVISIONS = (torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar)
-
-
-def line_of_number(program: Program | None, counterparts: Mapping[str, str], divergence: Divergence) -> str | None:
-    """Return "file:line: line" of the one op of a region that has the number which is proven to be the mistake.
-
-    A region of several lines is named by the op that it ends in; None where no op, or more than one, has the number.
-
-    Args:
-        program: The candidate's; None where it has none.
-        counterparts: Node of the baseline -> node of `program`.
-        divergence: Its first hint counts.
-    """
-    end = _proven(program, counterparts, divergence)
-    change = None if end is None else divergence.hints[0].change
-    # A whole number is a size or an axis of other ops as well.
-    if program is None or end is None or change is None or not isinstance(change.candidate, float):
-        return None
-    holders = [op for op in region_of(end, set(counterparts.values()))[0] if _has(op, change.candidate)]
-    return _source(program, holders[0]) if len(holders) == 1 else None
-
-
-def _proven(program: Program | None, counterparts: Mapping[str, str], divergence: Divergence) -> Node | None:
-    """Return the candidate's node of a divergence whose mistake is proven."""
-    there = counterparts.get(divergence.node or "")
-    is_proven = any(hint.proven for hint in divergence.hints[:1])
-    return None if program is None or there is None or not is_proven else program.node(there)
-
-
-def line_of_reader(
-    baseline: Program, program: Program | None, counterparts: Mapping[str, str], divergence: Divergence
-) -> str | None:
-    """Return "file:line: line" of an op inside of a region, or where the candidate reads what an op is missing for.
-
-    It is the line that is most like the baseline's. None where no op is missing.
-    """
-    there = _proven(program, counterparts, divergence)
-    if program is None or there is None:
-        return None
-    named = (one.node for one in baseline.sites if one.name == divergence.site)
-    node = baseline.node(next(named, divergence.node or ""))
-    if whole_of(node) is not None and counterparts.get(node.name, there.name) != there.name:
-        return source_line(program.node(counterparts[node.name]))
-    is_inside = node.name != divergence.node and node.name not in counterparts
-    is_passed_by = any(counterparts.get(source.name) == there.name for source in node.all_input_nodes)
-    is_missing = is_passed_by and done_later(node, there, counterparts) is None
-    return _changed(baseline, program, node) if is_inside or is_missing else None
-
-
-def _frames(node: Node) -> list[str]:
-    """Return the lines by which a node was made, the innermost first."""
-    return [source_line(node, depth) or "" for depth in range(depth_of(node), 0, -1)]
-
-
-def _parting(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, str] | None:
-    """Return the first lines of two lists that are written otherwise, not those that one list has besides."""
-    here, there = ([code_of_line(line) for line in lines] for lines in (ours, theirs))
-    for tag, i, i_end, j, j_end in SequenceMatcher(None, here, there, autojunk=False).get_opcodes():
-        if tag == "replace":
-            is_one = i_end - i == j_end - j or SequenceMatcher(None, here[i], there[j]).ratio() >= ALIKE
-            return (ours[i], theirs[j]) if is_one else None
-    return None
-
-
-def is_beside(
-    baseline: Program, program: Program, counterparts: Mapping[str, str], divergence: Divergence, line: str
-) -> bool:
-    """Whether a line stands in both sides, and makes or reads a tensor that lacks what a mistake is about."""
-    own, there = baseline.node(divergence.node or ""), program.node(counterparts[divergence.node or ""])
-    is_of_source = there.name in {counterparts.get(source.name) for source in own.all_input_nodes}
-    change = divergence.hints[0].change if divergence.hints else None
-    if change is not None and own.target is there.target and [*map(_end, change.ops)] == [_end(divergence.site)]:
-        return False  # both have the op that is another
-    is_near = passes_on(there) or is_of_source or code_of_line(source_line(own)) == code_of_line(line)
-    return is_near and is_of_both(baseline, line)
-
-
-def lines_that_differ(
-    baseline: Program, program: Program | None, counterparts: Mapping[str, str], divergence: Divergence
-) -> tuple[str | None, str] | None:
-    """Return the lines of both sides that call the one line of an op in other words or order, or do the op later.
-
-    None where nothing differs.
-    """
-    there = _proven(program, counterparts, divergence)
-    if program is None or there is None:
-        return None
-    own = baseline.node(divergence.node or "")
-    if (later := done_later(own, there, counterparts)) is not None:
-        between = next(origin_of(one) for one in later.all_input_nodes if there in ancestors(one))
-        beside = line_beside(own, next(iter(readers_of(own)), own)), line_beside(later, between)
-        if code_of_line(beside[0]) == code_of_line(beside[1]) or not is_of_both(baseline, beside[1]):
-            return None if beside[1] is None else (beside[0], beside[1])
-        earlier = source_line(between)
-        return _parting(_frames(own), _frames(later)) or (None if earlier is None else (beside[0], earlier))
-    ours, theirs = _frames(own), _frames(there)
-    return _parting(ours, theirs) if [*map(code_of_line, ours[:1])] == [*map(code_of_line, theirs[:1])] else None
-
-
-def is_of_both(baseline: Program, line: str | None) -> bool:
-    """Whether a line of the candidate stands in the baseline word for word: what is wrong is another one, if any is."""
-    return code_of_line(line) in _lines(baseline, "").values()
-
-
-def line_of_same_ops(baseline: Program, program: Program, source: str | None) -> str | None:
-    """Return the candidate's line that is written as a line of the baseline, and runs the same ops as often."""
-    ours, theirs = (
-        [site for site in one.sites if site.kind == "op" and code_of_line(site.source) == code_of_line(source)]
-        for one in (baseline, program)
-    )
-    lines = {site.source for site in theirs}
-    return lines.pop() if len(lines) == 1 and Counter(s.op for s in ours) == Counter(s.op for s in theirs) else None
-
-
-def line_of_other_layers(program: Program | None, found: Divergence) -> str | None:
-    """Return the candidate's line that is written as a line of the baseline, where only another layer runs its op."""
-    if program is None or found.source is None:
-        return None
-    place, code = place_of(found.site, found.source), code_of_line(found.source)
-    alike = [one for one in program.sites if code_of_line(one.source) == code]
-    lines = {one.source for one in alike if place_of(one.name, found.source) == place}
-    return lines.pop() if len(lines) == 1 else None
-
-
-def line_replaced(baseline: Program, program: Program | None, ours: str | None, theirs: str) -> str | None:
-    """Return the line of the baseline that the candidate has another one for, where that of the op is in both."""
-    node = None if program is None else next((one.node for one in program.sites if one.source == theirs), None)
-    if program is None or node is None or not is_of_both(program, ours):
-        return None
-    return _changed(program, baseline, program.node(node))
-
-
-def lines_of_region(
-    baseline: Program, program: Program | None, counterparts: Mapping[str, str], divergence: Divergence
-) -> tuple[str, str] | None:
-    """Return the line of each side that the other has not, in the functions that run the ops of a region.
-
-    None where the lines of its end differ: but not where its site is another op, or the candidate's stands in both.
-    """
-    there = counterparts.get(divergence.node or "")
-    if program is None or there is None:
-        return None
-    ends = baseline.node(divergence.node or ""), program.node(there)
-    lines = [source_line(end) for end in ends]
-    if (
-        code_of_line(lines[0]) != code_of_line(lines[1])
-        and divergence.source == lines[0]
-        and not is_of_both(baseline, lines[1])
-    ):
-        return None
-    both = []
-    for end, known in zip(ends, (counterparts, set(counterparts.values())), strict=True):
-        views = [view for source in end.all_input_nodes for view in passed_on(source)]
-        by_frames = {tuple(_frames(op)): op for op in [*views, *region_of(end, known)[0]]}
-        both.append([*reversed(by_frames.values())][:_MOST_PLACES])
-    operands = zip(*(end.all_input_nodes for end in ends), strict=False)
-    others = [(own, read) for own, read in operands if counterparts.get(own.name, own.name) != read.name]
-    tried = itertools.chain(itertools.product(*both), others)
-    return next(filter(None, itertools.starmap(statements_apart, tried)), None)
-
-
-def _changed(baseline: Program, program: Program, node: Node) -> str | None:
-    """Return the line of a program that is most like that of a baseline's op, which it does not have; None without it.
-
-    Where both have the op's module, its lines alone count: another layer may be right.
-    """
-    module = site.name.rpartition("/")[0] if (site := _site(baseline, node)) else ""
-    every = [{one: _lines(program, one) for one in ("", module)} for program in (baseline, program)]
-    ours, theirs = (lines[module if all(one[module] for one in every) else ""] for lines in every)
-    code, known = code_of_line(source_line(node)), set(ours.values())
-    ratios = {
-        source: SequenceMatcher(None, code, other).ratio() for source, other in theirs.items() if other not in known
-    }
-    best = max(ratios, key=lambda source: ratios[source], default=None)
-    return best if code not in theirs.values() and best is not None and ratios[best] >= ALIKE else None
-
-
-def _end(site: str) -> str:
-    return site.rpartition("/")[2]
-
-
-def _lines(program: Program, module: str) -> dict[str | None, str]:
-    """Return the lines of the ops of a program, or of those of one module: "file:line: code" -> code."""
-    ops = (site for site in program.sites if site.kind == "op" and site.name.startswith(f"{module}/" if module else ""))
-    return {site.source: parts[2] for site in ops if (parts := parts_of_line(site.source))}
-
-
-def line_of_added_op(
-    baseline: Program, program: Program | None, counterparts: Mapping[str, str], divergence: Divergence
-) -> str | None:
-    """Return "file:line: line" of what only the candidate has in a region that is proven wrong.
-
-    None where that is in several lines, where what goes in has taken the place of what comes out, and where the
-    candidate lacks another op than the one that is changed.
-    """
-    there = _proven(program, counterparts, divergence)
-    if program is None or there is None:
-        return None
-    ours, ends = region_of(baseline.node(divergence.node or ""), counterparts)
-    if there.name in {counterparts[end.name] for end in ends}:
-        return None
-    theirs = region_of(there, set(counterparts.values()))[0]
-    numbers = Counter(op.target for op in ours if not passes_on(op))
-    numbers.subtract(op.target for op in theirs if not passes_on(op))
-    changed = divergence.hints[0].change
-    own = () if changed is None else changed.ops
-    lacking = [_site(baseline, op) for op in ours if numbers[op.target] > 0]
-    is_known = all(site is not None and site.name.endswith(own) for site in lacking)
-    if changed is not None and not (changed.argument or changed.exchanged or changed.operands):
-        is_known = is_known or len({site and site.source for site in lacking}) == 1  # one line instead of another
-    sources = {_source(program, op) for op in theirs if numbers[op.target] < 0}
-    return sources.pop() if len(sources) == 1 and is_known else None
-
-
-def _site(program: Program, op: Node) -> Site | None:
-    return next((site for site in program.sites.by_node.get(op.name, ()) if site.kind == "op"), None)
-
-
-def _source(program: Program, op: Node) -> str | None:
-    return None if (site := _site(program, op)) is None else site.source
-
-
-def _has(op: Node, number: float) -> bool:
-    """Whether an op uses a number, which a division has turned over."""
-    literals = [leaf for leaf in pytree.tree_leaves(constants_of([op])) if isinstance(leaf, (int, float))]
-    if op.target in _DIVISIONS:
-        literals += [1 / leaf for leaf in literals if leaf]
-    return any(_is_same(leaf, number) for leaf in literals)
 
 
 def with_lines(divergence: Divergence) -> Divergence:
@@ -292,8 +42,7 @@ def with_lines(divergence: Divergence) -> Divergence:
         if not hint.proven or hint.change is None:
             return hint
         # The line is that of the op that was flagged: of another op of its region, a call in it is not the one.
-        own = [*map(_end, hint.change.ops)] == [_end(divergence.site)]
-        line = corrected(source[2], hint.change, is_own=own)
+        line = corrected(source[2], hint.change, is_own=hint.change.is_of(divergence.site))
         return hint if line is None else replace(hint, line=line)
 
     return replace(divergence, hints=tuple(map(lined, divergence.hints)))
@@ -501,7 +250,7 @@ def transposed(line: str, weight: str) -> str | None:
     return None if after[:1].isidentifier() or after.startswith((".", "[")) else line[:end] + after
 
 
-def _ends(node: ast.Attribute, names: list[str]) -> bool:
+def _ends(node: ast.expr, names: list[str]) -> bool:
     return ast.unparse(node).split(".")[-len(names) :] == names
 
 
@@ -518,45 +267,24 @@ def _the_call(line: str, op: str) -> ast.Call | None:
     tree = _parsed(line)
     if tree is None:
         return None
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_of(node.func, op)]
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and any(_ends(node.func, [module, op]) for module in _MODULES)
+    ]
     others = sum(isinstance(node, ast.Attribute) and node.attr == op for node in ast.walk(tree))
     return calls[0] if len(calls) == 1 and others == 1 else None
 
 
-def _is_of(function: ast.expr, op: str) -> bool:
-    """Whether a called name is that of a function of torch: `F.gelu`, `torch.nn.functional.gelu`."""
-    if not isinstance(function, ast.Attribute) or function.attr != op:
-        return False
-    owner = function.value
-    return (owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else "") in (
-        _MODULES
-    )
-
-
 def _parameters(op: str) -> dict[str, Any]:
-    """Return the parameters of a function of torch with their defaults; empty where Python does not know them."""
-    known = getattr(functional, op, None)
+    """Return the parameters of a function of torch with their defaults; empty where it has none of this name."""
+    known, without = getattr(functional, op, None), inspect.Parameter.empty
     try:
         return {name: one.default for name, one in inspect.signature(known).parameters.items()} if known else {}
-    except (TypeError, ValueError):
-        return _DOCUMENTED.get(op, {})
-
-
-_DOCUMENTED: dict[str, dict[str, Any]] = {
-    "scaled_dot_product_attention": {
-        "query": inspect.Parameter.empty,
-        "key": inspect.Parameter.empty,
-        "value": inspect.Parameter.empty,
-        "attn_mask": None,
-        "dropout_p": 0.0,
-        "is_causal": False,
-        "scale": None,
-        "enable_gqa": False,
-    },
-    "linear": {"input": inspect.Parameter.empty, "weight": inspect.Parameter.empty, "bias": None},
-    "gelu": {"input": inspect.Parameter.empty, "approximate": "none"},
-}
-"""Functions that are written in C, as torch documents them; those that mistakes are known of."""
+    except (TypeError, ValueError):  # written in C: its operator has the same
+        operator = getattr(getattr(torch.ops.aten, op, None), "default", None)
+        arguments = [] if operator is None else operator._schema.arguments
+        return {one.name: one.default_value if one.has_default_value() else without for one in arguments}
 
 
 def _columns(node: ast.expr) -> tuple[int, int]:
@@ -574,7 +302,6 @@ _OF_KIND = {
 """Kind of a mistake -> what the names of its values in a configuration have in common."""
 _ROOTS = ("head_dim", "query_pre_attn_scalar")
 """Values whose root turned over is the scale of the scores."""
-_SAME = 1e-6
 _MOST_DEPTH = 3
 
 
@@ -590,18 +317,14 @@ def with_configuration(result: Findings, module: Any) -> Findings:
         return result
 
     def named(found: Divergence) -> Divergence:
-        return dataclasses.replace(found, hints=tuple(_named(hint, values) for hint in found.hints))
+        return replace(found, hints=tuple(_named(hint, values) for hint in found.hints))
 
-    first, levels = result.first_divergence, []
-    for level in result.levels:
-        own = level.first_divergence
-        levels.append(level if own is None else dataclasses.replace(level, first_divergence=named(own)))
-    return dataclasses.replace(
-        result,
-        first_divergence=None if first is None else named(first),
-        origins=tuple(map(named, result.origins)),
-        levels=tuple(levels),
-    )
+    first = result.first_divergence and named(result.first_divergence)
+    levels = [
+        replace(level, first_divergence=level.first_divergence and named(level.first_divergence))
+        for level in result.levels
+    ]
+    return replace(result, first_divergence=first, origins=tuple(map(named, result.origins)), levels=tuple(levels))
 
 
 def _named(hint: Hint, values: Mapping[str, Any]) -> Hint:
@@ -611,11 +334,9 @@ def _named(hint: Hint, values: Mapping[str, Any]) -> Hint:
     name = value_named(change.baseline, hint.kind, values)
     if name is None:
         return hint
-    shown = values[name]
-    text = f"{hint.text}; the reference has config.{name} = {shown:.6g}" if isinstance(shown, float) else (
-        f"{hint.text}; the reference has config.{name} = {shown}"
-    )  # fmt: skip
-    return dataclasses.replace(hint, text=text, change=dataclasses.replace(change, configured=name))
+    shown = f"{values[name]:.6g}" if isinstance(values[name], float) else values[name]
+    text = f"{hint.text}; the reference has config.{name} = {shown}"
+    return replace(hint, text=text, change=replace(change, configured=name))
 
 
 def value_named(number: Any, kind: str, values: Mapping[str, Any]) -> str | None:
@@ -632,18 +353,16 @@ def value_named(number: Any, kind: str, values: Mapping[str, Any]) -> str | None
         for name, value in values.items()
         if any(word in name.rpartition(".")[2] for word in words)
         and "initializer" not in name
-        and _is(number, name, value)
+        and _is_same(number, _as_used(name, value))
     ]
     # One value may be written twice: for the layers and in the part that all of them share.
     return found[0] if len({name.rpartition(".")[2] for name in found}) == 1 else None
 
 
-def _is(number: Any, name: str, value: Any) -> bool:
-    if isinstance(number, str) or isinstance(value, str):
-        return bool(number == value)
-    # Of a root only the scale is made, and a width alone is none.
-    made = value**-0.5 if name.rpartition(".")[2] in _ROOTS and value > 0 else value
-    return bool(abs(float(number) - made) <= _SAME * abs(made))
+def _as_used(name: str, value: Any) -> Any:
+    """Return a value as models compute with it: of a root only the scale is made, and a width alone is none."""
+    is_root = name.rpartition(".")[2] in _ROOTS and not isinstance(value, str) and value > 0
+    return value**-0.5 if is_root else value
 
 
 def _values(config: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:

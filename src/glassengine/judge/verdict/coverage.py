@@ -8,7 +8,7 @@ a region of more than `MOST_OPS` ops counts as judged only where the results agr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -151,9 +151,7 @@ def not_judged(
         *_results_left_out(scores, seeded),
         *_unobserved(main, program, known),
         *_reordered(scores, program),
-        *_without_value(program),
-        *_never_run(program),
-        *_of_runtime_alone(program),
+        *(Skipped(program.sites.by_node[node][0].name, "both", why) for node, why in _undefined(program)),
     ]
 
 
@@ -177,30 +175,20 @@ def _reordered(scores: Sequence[Score], program: Program) -> list[Skipped]:
     ]
 
 
-def _without_value(program: Program) -> list[Skipped]:
-    nodes = [node for node in program.graph.nodes if traits_of(node).is_arbitrary and is_tensor_node(node)]
-    reasons = {True: "random: drawn by every run", False: "memory not yet written"}
-    return [
-        Skipped(program.sites.by_node[node.name][0].name, "both", reasons[bool(traits_of(node).is_random)])
-        for node in nodes
-    ]
-
-
-def _of_runtime_alone(program: Program) -> list[Skipped]:
-    """Operators of a runtime of its own: what is compared with it is not judged by anybody else."""
-    nodes = [node for node in program.graph.nodes if is_of_runtime_alone(called(node)[0].target)]
-    sites = [sites[0].name for node in nodes if (sites := program.sites.by_node.get(node.name))]
-    return [Skipped(site, "both", "compared with ONNX Runtime, which alone says what it computes") for site in sites]
-
-
-def _never_run(program: Program) -> list[Skipped]:
-    """Branches and loops of an ONNX file that no input led into."""
-    ops = {called(node)[0]: node for node in program.graph.nodes if program.sites.by_node.get(node.name)}
-    return [
-        Skipped(program.sites.by_node[node.name][0].name, "both", f"no input led into its {name}")
-        for op, node in ops.items()
-        for name in never_run(op.target)
-    ]
+def _undefined(program: Program) -> Iterator[tuple[str, str]]:
+    """Yield (node, why) of what has no value of its own, of branches that no input led into, and of lone runtimes."""
+    ops: dict[Node, str] = {}
+    for node in program.graph.nodes:
+        if traits_of(node).is_arbitrary and is_tensor_node(node):
+            yield node.name, "random: drawn by every run" if traits_of(node).is_random else "memory not yet written"
+        if node.name in program.sites.by_node:
+            op = called(node)[0]
+            ops[op] = node.name
+            if is_of_runtime_alone(op.target):
+                # What is compared with it is not judged by anybody else.
+                yield node.name, "compared with ONNX Runtime, which alone says what it computes"
+    for op, name in ops.items():
+        yield from ((name, f"no input led into its {branch}") for branch in never_run(op.target))
 
 
 def _unobserved(score: Score, program: Program, skipped: Sequence[Skipped]) -> list[Skipped]:

@@ -19,6 +19,7 @@ from glassengine.judge.pieces import Piece, clone, cut
 from glassengine.judge.sides.protocol import Observed, Side
 from glassengine.judge.site_pairs import ancestors
 from glassengine.numerics.judgement import INTRODUCED_WRONG, SUSPICIOUS, unit_roundoff
+from glassengine.numerics.mask_values import is_finite
 from glassengine.numerics.verdict import Reference
 from glassengine.program.representation.program import Program
 
@@ -70,10 +71,6 @@ class EvidenceBox:
         self._order = {node.name: index for index, node in enumerate(program.graph.nodes)}
         self._kept: dict[str, Evidence] = {}
 
-    def emptied(self) -> EvidenceBox:
-        """Return a box for the same program that keeps nothing yet."""
-        return EvidenceBox(self._program)
-
     def get(self, node: str, step: int) -> Evidence | None:
         """Return what was kept of a divergence."""
         found = self._kept.get(node)
@@ -120,7 +117,7 @@ def _of_result_alone(node: Node, actual: torch.Tensor, reference: Reference, ste
     if actual.shape != expected.shape:
         allowed = torch.zeros(expected.shape, dtype=torch.float64)
     else:
-        size = SUSPICIOUS * reference.relative_floor * _rms(expected)
+        size = SUSPICIOUS * reference.relative_floor * rms(expected)
         allowed = torch.full(expected.shape, size if expected.is_floating_point() else 0.0, dtype=torch.float64)
     if reference.valid is not None and allowed.shape == reference.valid.shape:
         allowed = torch.where(reference.valid, allowed, math.inf)
@@ -143,18 +140,21 @@ def _allowed(exact: Piece, expected: torch.Tensor, actual: torch.Tensor, bound: 
     # Of weights that the candidate holds in a coarser dtype.
     finest = min((unit_roundoff(t.dtype) for t in exact.inputs.values() if t.is_floating_point()), default=u)
     u_w = u if finest < u else 0.0
-    floor = max(_native_error(exact, expected), (u + u_w) * _rms(expected) / math.sqrt(3))
+    floor = max(_native_error(exact, expected), (u + u_w) * rms(expected) / math.sqrt(3))
     return torch.full(expected.shape, INTRODUCED_WRONG * floor, dtype=torch.float64)
 
 
 def _native_error(exact: Piece, expected: torch.Tensor) -> float:
     """Return the RMS error of the op in the dtypes of its inputs; 0 where these do not mix."""
     try:
-        return _rms(exact.run()[0].double() - expected)
+        return rms(exact.run()[0].double() - expected)
     except RuntimeError:
         return 0.0
 
 
-def _rms(tensor: torch.Tensor) -> float:
-    finite = torch.where(tensor.isfinite(), tensor, 0).double()
-    return float(finite.square().mean().sqrt()) if tensor.numel() else 0.0
+def rms(tensor: torch.Tensor) -> float:
+    """Return the root mean square in float64; what is not finite counts as 0."""
+    square = tensor.double().square()
+    if not is_finite(square):
+        square.nan_to_num_(0.0, 0.0, 0.0)
+    return float(square.mean().sqrt()) if square.numel() else 0.0

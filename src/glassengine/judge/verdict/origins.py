@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -26,7 +26,6 @@ from glassengine.numerics.verdict import TIE
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.program import Program
 from glassengine.results import VERDICTS, Divergence, Verdict, worst
-from glassengine.sites import Site
 
 
 class Why(Enum):
@@ -35,15 +34,6 @@ class Why(Enum):
     TIE = TIE
     BELOW_TIE = "below a tie or padding: other values are legal here"
     MANY_ROUNDINGS = "no op makes an error, but the rounding of many is larger than expected"
-
-
-@dataclass
-class Origin:
-    """One op that made an error, in the step where it first did."""
-
-    step: int
-    node: str
-    verdict: Verdict
 
 
 @dataclass(frozen=True)
@@ -80,10 +70,15 @@ class _Trail:
 
 @dataclass
 class OriginTracker:
-    """Follows flagged tensors of one side through the steps of one case."""
+    """Follows flagged tensors of one side through the steps of one case.
+
+    Attributes:
+        program: The baseline's.
+        origins: Ops that made an error -> the worst verdict of what it led to.
+    """
 
     program: Program
-    origins: dict[str, Origin] = field(default_factory=dict)
+    origins: dict[str, Verdict] = field(default_factory=dict)
     _trails: dict[str, _Trail] = field(default_factory=dict)
     _cache_trails: dict[str, _Trail] = field(default_factory=dict)
 
@@ -99,7 +94,6 @@ class OriginTracker:
     def visit(
         self,
         node: Node,
-        step: int,
         verdict: Verdict | None,
         *,
         introduced: bool | None = None,
@@ -113,7 +107,6 @@ class OriginTracker:
 
         Args:
             node: The node.
-            step: Of the case.
             verdict: None when it was not observed.
             introduced: Whether a replay found that the op itself made the error; None when only the graph can tell.
             tied: Whether the op chose otherwise among values that differ by less than rounding.
@@ -129,14 +122,14 @@ class OriginTracker:
             trail = replace(trail, is_tied=True)
         if is_broken and not trail.blame:
             trail = replace(trail, blame=trail.above)
-        visited, blame = self._judged(node, step, verdict, introduced, trail)
+        visited, blame = self._judged(node, verdict, introduced, trail)
         if is_choice and introduced is False and not visited.inherited and visited.verdict != verdict:
             visited, trail = Visited("rounding", why=Why.TIE), replace(trail, is_tied=True)
         self._trails[node.name] = _Trail(blame, trail.above | blame, trail.is_tied, padding_differs)
         return visited
 
     def _judged(
-        self, node: Node, step: int, verdict: Verdict | None, introduced: bool | None, trail: _Trail
+        self, node: Node, verdict: Verdict | None, introduced: bool | None, trail: _Trail
     ) -> tuple[Visited, frozenset[str]]:
         if verdict is None:
             return Visited(None), trail.blame
@@ -145,16 +138,14 @@ class OriginTracker:
         if not introduced and trail.is_tied:
             return Visited("rounding", why=Why.BELOW_TIE), frozenset()
         if introduced or (introduced is None and not trail.blame):
-            origin = self.origins.setdefault(node.name, Origin(step, node.name, verdict))
-            origin.verdict = worst([origin.verdict, verdict])
+            self.origins[node.name] = worst([self.origins.get(node.name, verdict), verdict])
             return Visited(verdict), frozenset({node.name})
         carried = trail.blame or trail.above
         if not carried:
             softer: Verdict = "suspicious" if verdict == "wrong" else "rounding"
             return Visited(softer, why=Why.MANY_ROUNDINGS), frozenset()
         for name in carried:
-            origin = self.origins[name]
-            origin.verdict = worst([origin.verdict, verdict])
+            self.origins[name] = worst([self.origins[name], verdict])
         return Visited(verdict, inherited=True), carried
 
     def _trail_of(self, source: Node) -> _Trail:
@@ -177,8 +168,9 @@ def grouped(origins: Sequence[Divergence], program: Program) -> list[Divergence]
         origins: In any order.
         program: The baseline's, whose sites say how often there is such a place.
     """
-    makers = {node.name: _maker(node) for node in program.graph.nodes}
-    numbers = _counted(program.sites, makers)
+    makers = {node.name: op_name(maker_of(node) or node) for node in program.graph.nodes}
+    places = [(place_of(one.name, one.source), makers.get(one.node)) for one in program.sites if ":in" not in one.name]
+    numbers = Counter(places)  # how often there is a place in which an op of one name makes the value
     members: dict[tuple[str | None, str], list[Divergence]] = {}
     for origin in origins:
         members.setdefault((origin.level, place_of(origin.site, origin.source)), []).append(origin)
@@ -243,13 +235,3 @@ def place_of(site: str, source: str | None) -> str:
     if place != path or source is None:
         return f"{place}/{op}"
     return f"{path}/{op.partition('.')[0]} in {source}"
-
-
-def _maker(node: Node) -> str:
-    return op_name(maker_of(node) or node)
-
-
-def _counted(sites: Iterable[Site], makers: Mapping[str, str]) -> Counter[tuple[str, str | None]]:
-    """Return how often there is a place in which an op of one name makes the value."""
-    own = {site.name: (place_of(site.name, site.source), makers.get(site.node)) for site in sites}
-    return Counter(place for name, place in own.items() if ":in" not in name)

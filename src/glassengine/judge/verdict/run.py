@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.fx import Node
 
 from glassengine.judge.cases import Case, StepInputs, by_name, empty_caches
 from glassengine.judge.end_to_end import results_of, with_model
-from glassengine.judge.exclusions.masked import valid_mask
+from glassengine.judge.exclusions.masked import valid_in_step
 from glassengine.judge.pairing.gauge import TAKEN_BACK, taken_back
 from glassengine.judge.replay.reference import PLAIN, CoarseArithmetic, ReferenceRun
 from glassengine.judge.sides.protocol import Place, Side
@@ -79,11 +80,7 @@ def run_cases(
                     own = next((made[name] for name in results[node.name] if name in made), None)
                     _compare_results(scores, node.name, (value, with_model(value, own)), made, (case.name, step))
 
-            def valid(node: Node, value: torch.Tensor, inputs: Any = inputs) -> torch.Tensor | None:
-                if not isinstance(inputs, StepInputs):
-                    return None
-                return valid_mask(program.sites.by_node[node.name][0], value, inputs)
-
+            valid = partial(valid_in_step, program, inputs)
             natives = given.natives(program, scores) if is_same else None
             with torch.no_grad():
                 if natives is None:

@@ -24,7 +24,7 @@ from glassengine.judge.hypotheses.hints import Hints
 from glassengine.judge.hypotheses.trials.hypothesis import called
 from glassengine.judge.replay.expected import ReplayedTensor
 from glassengine.judge.sides.protocol import Observed, Side
-from glassengine.judge.verdict.evidence import EvidenceBox
+from glassengine.judge.verdict.evidence import EvidenceBox, rms
 from glassengine.judge.verdict.origins import OriginTracker, Why
 from glassengine.numerics.distances import measure, tensor_values
 from glassengine.numerics.drift import Drift
@@ -116,16 +116,8 @@ def is_compensated(local: ReplayedTensor, accumulated: Judgement, reference: Ref
         # What is right beside a tie says nothing of an error that is below the tie alone.
         apart = tensor.double() - local.predicted
         left_out = functools.reduce(torch.logical_or, exempt.values()).expand(apart.shape)
-        introduced = _rms(apart[~left_out])
+        introduced = rms(apart[~left_out])
     return introduced is not None and of_result is not None and introduced > _COMPENSATED * of_result
-
-
-def _rms(error: torch.Tensor) -> float:
-    """Return the root mean square of an error in float64; what is not finite is none."""
-    square = error.square()
-    if not is_finite(square):
-        square.nan_to_num_(0.0, 0.0, 0.0)
-    return float(square.mean().sqrt()) if square.numel() else 0.0
 
 
 def padding_differs(tensor: torch.Tensor, reference: Reference) -> bool:
@@ -144,7 +136,7 @@ def inherited_in(found: ReplayedTensor, reference: Reference) -> float | None:
     predicted = found.predicted
     if predicted.shape != reference.exact.shape or not predicted.is_floating_point():
         return None
-    return _rms(predicted - reference.exact)
+    return rms(predicted - reference.exact)
 
 
 def exempt_by_replay(found: ReplayedTensor, accumulated: Masks, tensor: torch.Tensor) -> Masks:
@@ -270,7 +262,7 @@ class Score:
     def fresh(self) -> Score:
         """Return a score of the same side that has judged nothing yet."""
         drift = None if self.drift is None else Drift()
-        evidence = None if self.evidence is None else self.evidence.emptied()
+        evidence = None if self.evidence is None else EvidenceBox(self.program)
         return Score(self.side, self.program, evidence=evidence, drift=drift)
 
     def begin(self, case: Case) -> None:
@@ -315,7 +307,7 @@ class Score:
         # Random in every side, and unknown to the reference from there on: only replay counts.
         is_drawn = DRAWN in reference.known.exempt
         if traits_of(node).is_arbitrary:
-            self._tracker.visit(node, step, None, tied=is_drawn)
+            self._tracker.visit(node, None, tied=is_drawn)
             if self.side.observed(node.name):
                 site = self.program.sites.by_node[node.name][0].name
                 self.ledger.add(site, reference.exact.numel(), {}, whole=DRAWN if is_drawn else UNWRITTEN)
@@ -323,7 +315,7 @@ class Score:
         found = [(seen, self._judge(node, seen, reference)) for seen in self.side.observed(node.name)]
         if not found:
             self.may_tie |= reference.unstable is not None
-            self._tracker.visit(node, step, None, tied=tied or is_drawn)
+            self._tracker.visit(node, None, tied=tied or is_drawn)
             return tied
         observed, judged = max(found, key=lambda item: VERDICTS.index(item[1].judgement.verdict))
         judgement = judged.judgement
@@ -337,7 +329,6 @@ class Score:
         is_rounded = judged.tensor.is_floating_point() or judged.tensor.is_complex()
         visited = self._tracker.visit(
             node,
-            step,
             judgement.verdict,
             introduced=judged.introduced,
             tied=is_tied or is_drawn,
@@ -476,10 +467,10 @@ class Score:
         """Give every divergence the worst verdict of what it caused."""
         assert self._tracker is not None
         self._unpair()
-        for name, origin in self._tracker.origins.items():
+        for name, verdict in self._tracker.origins.items():
             if name in self.divergences:
                 found = self.divergences[name]
-                self.divergences[name] = dataclasses.replace(found, verdict=worst([found.verdict, origin.verdict]))
+                self.divergences[name] = dataclasses.replace(found, verdict=worst([found.verdict, verdict]))
 
     def _unpair(self) -> None:
         """Take back the pairs of the step that were none (see `contradicted_region`)."""

@@ -102,9 +102,8 @@ def left_out(baseline: Program, side: Side, name: str) -> MissingOps | None:
     missing, more = Counter(ours) - Counter(theirs), Counter(theirs) - Counter(ours)
     is_one_sided = not (missing and more)
     lone = [node for node in [*above, *region] if (missing + more).keys() & _names([node])]
-    if any(
-        only and all(_is_attention(node) for node in lone if only.keys() & _names([node])) for only in (missing, more)
-    ):
+    others = {name for node in lone if traits_of(node).rounding is not Rounding.ATTENTION for name in _names([node])}
+    if any(only and others.isdisjoint(only) for only in (missing, more)):
         return None  # attention as one op or as several: so does a right port
     if is_one_sided and sum((missing or more).values()) > _MOST_ONE_SIDED:
         return None  # two tensors that have little to do with each other
@@ -112,10 +111,6 @@ def left_out(baseline: Program, side: Side, name: str) -> MissingOps | None:
     if kind == "other" and _is_placing(baseline, nodes[0][name], above):
         kind = "position"
     return MissingOps(text, is_one_sided, kind)
-
-
-def _is_attention(node: Node) -> bool:
-    return traits_of(node).rounding is Rounding.ATTENTION
 
 
 def _is_placing(baseline: Program, node: Node, ops: Sequence[Node]) -> bool:
