@@ -52,7 +52,6 @@ from glassengine.judge.sides.recorded import (
     PARTIAL,
     RecordedTensors,
     case_of,
-    given_case,
     recorded_inputs,
     require_own,
 )
@@ -285,7 +284,7 @@ class Ladder:
         """
         case, num_steps, record = None, self.request.steps + 1, self.first_record
         if record is not None:
-            case = case_of(record, model.generation) if given is None else given_case(record, model, given)
+            case = case_of(record, model.generation, given)
             num_steps = len({entry.step for entry in record.entries})
         steps = min(self.request.steps, num_steps - 1)
         climbs = list(JUDGED[model.generation].start(model, given, steps, stack, self.request.progress, case))

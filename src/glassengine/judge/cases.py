@@ -235,9 +235,9 @@ def causal_cases(model: LoadedModel, inputs: Inputs, steps: int) -> list[Case]:
         sizes = SHORT if model.generation.one_token else (most, most)
         rows = [row[: min(size, most)] for row, size in zip(rows, sizes, strict=True)]
     _check_ids(rows, vocabulary)
-    cases = [_padded(f"prompt {index}", [row], steps) for index, row in enumerate(rows)]
+    cases = [padded_case(f"prompt {index}", [row], steps) for index, row in enumerate(rows)]
     if len(rows) > 1:
-        cases.append(_padded("prompts 0 and 1, left-padded", rows[:2], steps))
+        cases.append(padded_case("prompts 0 and 1, left-padded", rows[:2], steps))
     origin: Origin = "built-in prompts" if inputs is None else "given"
     return _by_token(model, [replace(case, origin=origin, recipes=recipes) for case in cases])
 
@@ -324,7 +324,8 @@ def _check_ids(rows: Sequence[torch.Tensor | None], vocabulary: int) -> None:
             raise UsageError("a prompt has no tokens")
 
 
-def _padded(name: str, rows: Sequence[torch.Tensor], steps: int) -> Case:
+def padded_case(name: str, rows: Sequence[torch.Tensor], steps: int) -> Case:
+    """Return the case of some prompts, padded on the left to the longest."""
     size = max(len(row) for row in rows)
     ids = torch.zeros((len(rows), size), dtype=torch.int64)
     mask = torch.zeros_like(ids)

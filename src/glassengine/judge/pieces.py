@@ -15,8 +15,9 @@ import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
-from glassengine.numerics.float64 import retarget
+from glassengine.numerics.float64 import in_double, retarget, retargeted, target_of
 from glassengine.ops.traits import traits_of
+from glassengine.program.onnx.function import Each
 from glassengine.program.representation.naming import of_any_layout
 
 _KEPT = ("stack_trace", "nn_module_stack")
@@ -49,21 +50,36 @@ class Piece:
     @torch.no_grad()
     def run(self) -> tuple[torch.Tensor, ...]:
         """Return the outputs, node by node in eager mode."""
-        found: tuple[torch.Tensor, ...] = Interpreter(self.module).run(*self.arguments())
+        found: tuple[torch.Tensor, ...] = AnyLayout(self.module).run(*self.arguments())
         return found
 
     @torch.no_grad()
-    def exact(self) -> tuple[torch.Tensor, ...]:
-        """Return the outputs in float64, dtypes that are written into the graph included."""
+    def exact(self, each: Each | None = None) -> tuple[torch.Tensor, ...]:
+        """Return the outputs in float64, dtypes that are written into the graph included; `each` changes a result."""
         doubles = [retarget(tensor) for tensor in self.arguments()]
-        found: tuple[torch.Tensor, ...] = _Float64(self.module).run(*doubles)
+        found: tuple[torch.Tensor, ...] = _Float64(self.module, each).run(*doubles)
         return found
 
 
-class _Float64(Interpreter):
+class AnyLayout(Interpreter):
+    """Runs views as copies where the layout of a tensor allows no view."""
+
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = pytree.tree_map(retarget, (args, kwargs))
-        return of_any_layout(target)(*args, **kwargs)
+        """Call one op."""
+        return super().call_function(of_any_layout(target), args, kwargs)
+
+
+class _Float64(Interpreter):
+    def __init__(self, module: GraphModule, each: Each | None) -> None:
+        super().__init__(module)
+        self._each = each
+
+    def run_node(self, n: Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        args, kwargs = retargeted(self.fetch_args_kwargs_from_env(n))
+        value = in_double(n, target_of(n))(*args, **kwargs)
+        return value if self._each is None else self._each(n, value, args, kwargs)
 
 
 def clone(tensor: torch.Tensor) -> torch.Tensor:

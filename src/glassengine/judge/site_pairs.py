@@ -12,7 +12,6 @@ a module returns a tensor. A result that went unpaired would go unjudged, and th
 
 from __future__ import annotations
 
-import heapq
 import inspect
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -304,6 +303,11 @@ def ports(program: Program) -> dict[str, str]:
     return {port.node: port.name for port in program.inputs}
 
 
+def operands_of(node: Node) -> list[Node]:
+    """Return the nodes among the arguments of an op, in their order; one that it reads twice comes twice."""
+    return [leaf for leaf in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(leaf, Node)]
+
+
 def region_of(node: Node, found: Collection[str]) -> tuple[list[Node], list[Node]]:
     """Return the ops that `node` is made by from what has counterparts, itself last, and what these ops read of that.
 
@@ -450,27 +454,16 @@ def partners_of(node: Node) -> list[tuple[Node, Node]]:
     return [(op, other) for op, other in dict.fromkeys(found) if other is not node and other.op == "call_function"]
 
 
-def next_below(node: Node, order: Mapping[str, int], most: int) -> list[Node]:
+def next_below(node: Node, most: int) -> list[Node]:
     """Return the nearest ops below a node that read its values, in the order of the graph, at most so many."""
-    found: list[Node] = []
-    seen = {node.name}
-    waiting: list[tuple[int, str]] = []
-    named: dict[str, Node] = {}
-
-    def push(of: Node) -> None:
-        for user in of.users:
-            is_op = user.op == "call_function" and "_assert" not in str(user.target)
-            if is_op and user.name not in seen and not traits_of(user).reads_sizes:
-                seen.add(user.name)
-                named[user.name] = user
-                heapq.heappush(waiting, (order[user.name], user.name))
-
-    push(node)
-    while waiting and len(found) < most:
-        following = named[heapq.heappop(waiting)[1]]
-        found.append(following)
-        push(following)
-    return found
+    found: dict[Node, None] = {}
+    following = node.next
+    while following.op != "output" and len(found) < most:
+        is_below = any(source is node or source in found for source in following.all_input_nodes)
+        if is_below and "_assert" not in str(following.target) and not traits_of(following).reads_sizes:
+            found[following] = None
+        following = following.next
+    return list(found)
 
 
 def rounded_to(node: Node) -> set[torch.dtype]:
@@ -518,13 +511,10 @@ def reads_counterparts(
     ours: Node, theirs: Node, counterparts: Mapping[str, str], names: tuple[Mapping[str, str], Mapping[str, str]]
 ) -> bool:
     """Whether two nodes read counterparts, with any results; for the arguments see `reads_the_same`."""
-    sources = [
-        [leaf for leaf in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(leaf, Node)]
-        for node in (ours, theirs)
-    ]
-    if len(sources[0]) != len(sources[1]):
+    operands = operands_of(ours), operands_of(theirs)
+    if len(operands[0]) != len(operands[1]):
         return False
-    for a, b in zip(*sources, strict=True):
+    for a, b in zip(*operands, strict=True):
         if a.op == "placeholder":
             if b.op != "placeholder" or names[0].get(a.name) != names[1].get(b.name):
                 return False

@@ -35,7 +35,7 @@ from glassengine.judge.pairing.candidate_tensors import (
     shapes_of,
 )
 from glassengine.judge.pairing.find_wrong_tensor import WrongTensorSearch
-from glassengine.judge.pairing.program_pairs import ProgramPairs, UnknownValue
+from glassengine.judge.pairing.program_pairs import PairingTrial, ProgramPairs, UnknownValue
 from glassengine.judge.site_pairs import (
     SitePair,
     difference,
@@ -116,12 +116,9 @@ class Counterparts:
                 predicted = self._known.predictions.values[node.name]
                 found = self._search.wrong(node, predicted, proposed, meets=apart is not None)
             is_turned = any(self._known.is_turned(*pair) for pair in found)
-            if apart is not None and apart <= _TIGHT and not is_turned:
-                # The error is below the noise: what reads the tensor is right as it is.
-                for other, seen in found:
-                    self._known.settle(other, seen)
-                continue
-            if found and not is_last:
+            # An error below the noise: what reads the tensor is right as it is.
+            is_hidden = apart is not None and apart <= _TIGHT and not is_turned
+            if found and not is_hidden and not is_last:
                 start = min(self._places[other.name] for other, _ in found)
                 for later in nodes[start:]:
                     self._known.take_back(later)
@@ -135,8 +132,7 @@ class Counterparts:
     def _is_number(self, node: Node) -> bool:
         """Whether a node computes floating numbers that could be predicted."""
         known = self._known.predictions.values.get(node.name)
-        is_op = node.op == "call_function" and is_tensor_node(node)
-        return is_op and known is not None and all(value.is_floating_point() for value in known)
+        return is_tensor_node(node) and known is not None and all(value.is_floating_point() for value in known)
 
     def _explained(self, of: CandidateTensor | None = None) -> dict[str, float]:
         """Return the nodes on whose every way to a result there is a tensor that both sides have.
@@ -164,14 +160,14 @@ class Counterparts:
         """Predict a node and pair it by its value; return whether it needs, or has, no counterpart by another way."""
         known = self._known.predictions
         try:
-            predicted = known.predict(node, {})
+            predicted = known.predict(node, known.trial({}))
         except UnknownValue:
             same = self._known.same_op(node) or self._known.proposal(node)
             if same is not None:
                 self._known.settle(node, same)
             return True
         known.values[node.name] = predicted
-        if node.op != "call_function" or not is_tensor_node(node):
+        if not is_tensor_node(node):
             return True
         self._known.roundoff(node)
         if node.name in self._wrong:
@@ -219,19 +215,14 @@ class Counterparts:
     def _same_choice(self, node: Node, predicted: Values) -> CandidateTensor | None:
         """Return the counterpart of integers, a mask, one number: too alike for values alone to say which is which."""
         names = {name: seen.name for name, seen in self._known.counterparts.items()}
-        same, proposed = self._known.same_op(node), self._known.proposal(node)
+        read = [self._known.counterparts.get(source.name) for source in node.all_input_nodes]
+        # A choice among tensors of other dimensions has others, too: its own are not evidence.
+        is_arranged = any(seen is not None and seen.how is not None for seen in read)
+        same = self._known.same_op(node, predicted if is_arranged else None)
         sibling = sibling_of(node, names, self._known.tensors.nodes)
-        is_arranged = any(
-            self._known.counterparts[source.name].how is not None
-            for source in node.all_input_nodes
-            if source.name in self._known.counterparts
-        )
-        if is_arranged:
-            # A choice among tensors of other dimensions has others, too: its own are not evidence.
-            same = self._known.same_op(node, predicted)
-        for known in (same, proposed, CandidateTensor(sibling) if sibling is not None else None):
-            is_free = known is not None and known.name not in self._known.tensors.taken
-            if is_free and known is not None and self._known.tensors.distance(known, predicted) == 0:
+        beside = None if sibling is None else CandidateTensor(sibling)
+        for known in filter(None, (same, self._known.proposal(node), beside)):
+            if known.name not in self._known.tensors.taken and self._known.tensors.distance(known, predicted) == 0:
                 return known
         return None if same is not None and self._is_of_another(node, same) else same
 
@@ -265,10 +256,10 @@ class Counterparts:
         """
         if self._known.reads_the_same(node, seen.name):
             return True
-        predictions: dict[str, Values] = {node.name: predicted}
-        replaced: dict[str, Values] = {node.name: self._known.tensors.values(seen)}
+        predictions = self._known.predictions.trial({node.name: predicted})
+        replaced = self._known.predictions.trial({node.name: self._known.tensors.values(seen)})
         made_of = self._known.tensors.ancestors[seen.name]
-        for below in next_below(node, self._known.order, _AHEAD):
+        for below in next_below(node, _AHEAD):
             without = self._nearest(below, predictions, 1 << self._known.tensors.order[seen.name])
             of_it = self._nearest(below, replaced, made_of)
             if min(without, of_it) > self._known.allowed(node, seen.name):
@@ -279,7 +270,7 @@ class Counterparts:
                 return True
         return True
 
-    def _nearest(self, node: Node, env: dict[str, Values], besides: int) -> float:
+    def _nearest(self, node: Node, env: PairingTrial, besides: int) -> float:
         """Return how near any tensor is to what `node` makes of `env`, its own roundoff at least."""
         try:
             predicted = self._known.predictions.value(node, env)
@@ -287,35 +278,28 @@ class Counterparts:
             return math.inf
         if not is_tensor_node(node) or not all(value.is_floating_point() for value in predicted):
             return math.inf
-        return min(
-            (
-                max(
-                    self._known.tensors.distance(seen, predicted, beside_padding=False),
-                    self._known.tensors.unit(seen.name),
-                )
-                for seen in self._known.tensors.alike(predicted, besides)
-            ),
-            default=math.inf,
-        )
+        tensors = self._known.tensors
+        alike = list(tensors.alike(predicted, besides))
+        near = (max(tensors.distance(seen, predicted, beside_padding=False), tensors.unit(seen.name)) for seen in alike)
+        return min(near, default=math.inf)
 
 
 def pair_programs(baseline: Program, candidate: Program, cases: Sequence[Case]) -> dict[str, SitePair]:
     """Return baseline node -> pair; programs of the same ops in the same order pair without being run."""
     pairs, ours, theirs = pair_sites(baseline, candidate)
     counterparts = {pair.baseline.node: pair.candidate.node for pair in pairs}
-    nodes = ({node.name: node for node in program.graph.nodes} for program in (baseline, candidate))
-    left, right = nodes
+    left, right = ({node.name: node for node in program.graph.nodes} for program in (baseline, candidate))
     names = ports(baseline), ports(candidate)
-    if not ours and not theirs:
-        if all(reads_the_same(left[a], right[b], counterparts, names) for a, b in counterparts.items()):
+    are_files = baseline.onnx is not None and candidate.onnx is not None
+    is_alike = reads_counterparts if are_files else reads_the_same
+    if (
+        not ours
+        and not theirs
+        and all(is_alike(left[a], right[b], counterparts, names) for a, b in counterparts.items())
+    ):
+        other_ops = {a for a, b in counterparts.items() if left[a].target != right[b].target}
+        if _are_apart(other_ops, left):
             return {pair.baseline.node: pair for pair in pairs}
-        are_files = baseline.onnx is not None and candidate.onnx is not None
-        if are_files and all(
-            reads_counterparts(left[a], right[b], counterparts, names) for a, b in counterparts.items()
-        ):
-            other = {a for a, b in counterparts.items() if left[a].target != right[b].target}
-            if _are_apart(other, left):
-                return {pair.baseline.node: pair for pair in pairs}
     return Counterparts(baseline, candidate, probe(candidate, cases)).find()
 
 

@@ -134,12 +134,11 @@ class CandidateTensor(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """What no arrangement changes: root mean square, mean of the absolute values, mean, how many there are."""
+    """What no arrangement changes: root mean square, mean of the absolute values, mean."""
 
     size: float
     absolute: float
     mean: float
-    number: int
 
 
 class CandidateTensors:
@@ -155,8 +154,6 @@ class CandidateTensors:
         ancestors: Name -> the node itself and what it is made of, as the bits of their places.
         all_nodes: Name -> node.
         inputs: Name of an input -> its node.
-        by_shape: Shapes in the steps -> names.
-        by_number: Numbers of elements in the steps -> names.
         taken: Names that already are counterparts; `alike` leaves them out.
     """
 
@@ -170,14 +167,11 @@ class CandidateTensors:
         self.inputs = {port.name: self.all_nodes[port.node] for port in program.inputs}
         self.order = {node.name: place for place, node in enumerate(program.graph.nodes)}
         self.ancestors = ancestors_of(program)
-        self.by_shape: dict[tuple[Any, ...], list[str]] = {}
-        for name in self.nodes:
-            self.by_shape.setdefault(shapes_of(self.values(CandidateTensor(name))), []).append(name)
         self._shapes = {name: shapes_of(self.values(CandidateTensor(name))) for name in self.nodes}
         self._hows: dict[tuple[Any, Any], list[Arrangement | None]] = {}
-        self.by_number: dict[tuple[int, ...], list[str]] = {}
+        self._by_number: dict[tuple[int, ...], list[str]] = {}
         for name in self.nodes:
-            self.by_number.setdefault(numbers_of(self.values(CandidateTensor(name))), []).append(name)
+            self._by_number.setdefault(numbers_of(self.values(CandidateTensor(name))), []).append(name)
         self.taken: set[str] = set()
         self._sums: dict[str, list[_Sums]] = {}
 
@@ -193,16 +187,14 @@ class CandidateTensors:
 
     def of_number(self, predicted: Values) -> Sequence[str]:
         """Return the tensors of as many elements."""
-        return self.by_number.get(numbers_of(predicted), ())
+        return self._by_number.get(numbers_of(predicted), ())
 
     def alike(self, predicted: Values, besides: int) -> Iterator[CandidateTensor]:
         """Yield the floating tensors of the same shape and, roughly, size, but those at the places `besides`."""
-        sums = [_sums(value) for value in predicted]
-        for name in self.by_shape.get(shapes_of(predicted), ()):
-            if self._is_free(name, besides):
-                both = list(zip(sums, self._sums_of(name), strict=True))[: self._num_unpadded]
-                if all(abs(a.size - b.size) <= 0.2 * max(a.size, b.size) for a, b in both):
-                    yield CandidateTensor(name)
+        shapes = shapes_of(predicted)
+        for name, sums in self._with_sums(predicted, besides):
+            if self._shapes[name] == shapes and all(abs(a.size - b.size) <= 0.2 * max(a.size, b.size) for a, b in sums):
+                yield CandidateTensor(name)
 
     def close(
         self, predicted: Values, allowed: Callable[[str], float], besides: int, *, beside_padding: bool = True
@@ -215,17 +207,10 @@ class CandidateTensors:
             besides: Places that are left out.
             beside_padding: As for `distance`.
         """
-        sums = [_sums(value) for value in predicted]
         shapes = shapes_of(predicted)
-        for name in self.by_number.get(numbers_of(predicted), ()):
-            if not self._is_free(name, besides):
-                continue
+        for name, sums in self._with_sums(predicted, besides):
             most = allowed(name)
-            theirs = self._sums_of(name)
-            both = list(zip(sums, theirs, strict=True))[: self._num_unpadded]
-            if not all(_may_be_near(a, b, most) for a, b in both):
-                continue
-            for seen in self._arranged(name, shapes):
+            for seen in self._arranged(name, shapes) if _may_be_near(sums, most) else ():
                 distance = self.distance(seen, predicted, beside_padding=beside_padding)
                 if distance <= most:
                     yield distance, seen
@@ -239,11 +224,9 @@ class CandidateTensors:
             most: Relative distance.
             known: As for `arranged`.
         """
-        sums = [_sums(value) for value in predicted]
         ranked: list[tuple[float, int, CandidateTensor]] = []
-        for name in self.by_number.get(numbers_of(predicted), ()):
-            both = list(zip(sums, self._sums_of(name), strict=True))[: self._num_unpadded]
-            if self._is_free(name, 0) and all(_may_be_near(a, b, most) for a, b in both):
+        for name, sums in self._with_sums(predicted, 0):
+            if _may_be_near(sums, most):
                 found = self.arranged(name, predicted, known)
                 ranked += [(self.distance(s, predicted, beside_padding=False), self.order[name], s) for s in found]
         return [seen for distance, _, seen in sorted(ranked, key=lambda item: item[:2]) if distance <= most]
@@ -283,10 +266,13 @@ class CandidateTensors:
         each = each if beside_padding else each[: self._num_unpadded]
         return max(_distance(*_real(theirs, ours, real)) for theirs, ours, real in each)
 
-    def _is_free(self, name: str, besides: int) -> bool:
-        if name in self.taken or not self.nodes[name].meta["val"].is_floating_point():
-            return False
-        return not besides >> self.order[name] & 1
+    def _with_sums(self, predicted: Values, besides: int) -> Iterator[tuple[str, list[tuple[_Sums, _Sums]]]]:
+        """Yield the free floating tensors of as many elements; of each step without padding the sums of both."""
+        sums = [_sums(value) for value in predicted]
+        for name in self.of_number(predicted):
+            is_free = name not in self.taken and not besides >> self.order[name] & 1
+            if is_free and self.nodes[name].meta["val"].is_floating_point():
+                yield name, list(zip(sums, self._sums_of(name), strict=True))[: self._num_unpadded]
 
     def _arranged(self, name: str, shapes: tuple[Any, ...]) -> Iterator[CandidateTensor]:
         theirs = self._shapes[name]
@@ -353,12 +339,13 @@ def _by_dimension(shapes: Sequence[Sequence[int]]) -> list[Size]:
     return list(zip(*shapes, strict=True))
 
 
-def _may_be_near(ours: _Sums, theirs: _Sums, most: float) -> bool:
-    """Whether two tensors can be so near: the distance bounds that of every mean."""
-    if math.isinf(most):
-        return True
-    allowed = most * ours.size * _SLACK + 1e-30
-    return all(abs(a - b) <= allowed for a, b in zip(ours[:3], theirs[:3], strict=True))
+def _may_be_near(sums: Sequence[tuple[_Sums, _Sums]], most: float) -> bool:
+    """Whether two tensors can be so near in each step: the distance bounds that of every mean."""
+    return all(
+        abs(a - b) <= most * ours.size * _SLACK + 1e-30
+        for ours, theirs in sums
+        for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def ancestors_of(program: Program) -> dict[str, int]:
@@ -378,7 +365,7 @@ def _size(value: torch.Tensor) -> float:
 
 def _sums(value: torch.Tensor) -> _Sums:
     if not value.numel():
-        return _Sums(0.0, 0.0, 0.0, 0)
+        return _Sums(0.0, 0.0, 0.0)
     wide = (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double()
     masked = ~(wide.abs() < sentinel(wide.dtype))
     if bool(masked.any()):
@@ -387,7 +374,6 @@ def _sums(value: torch.Tensor) -> _Sums:
         float(torch.linalg.vector_norm(wide)) / math.sqrt(value.numel()),
         float(wide.abs().mean()),
         float(wide.mean()),
-        value.numel(),
     )
 
 

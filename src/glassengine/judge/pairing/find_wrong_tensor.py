@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from glassengine.judge.pairing.candidate_tensors import CandidateTensor, Values, is_telling, shapes_of
 from glassengine.judge.pairing.program_pairs import MOST_FOREIGN, ProgramPairs, UnknownValue
-from glassengine.judge.site_pairs import next_below, origin_of, partners_of, passes_on, region_of
+from glassengine.judge.site_pairs import next_below, origin_of, partners_of, readers_of, region_of
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node, op_name
@@ -70,7 +70,7 @@ class WrongTensorSearch:
             Nodes with their counterparts: none, or `node`'s last.
         """
         pairs = self._pairs
-        below = next_below(node, pairs.order, _AHEAD)
+        below = next_below(node, _AHEAD)
         first = 1 if meets else None
         following = list(itertools.islice(self._following(below, {node.name: predicted}), first))
         without, explained = following[0] if following else (None, None)
@@ -137,7 +137,7 @@ class WrongTensorSearch:
             if pairs.order[other.name] > pairs.order[node.name] or traits_of(op).rounding is Rounding.POINTWISE:
                 # Any two terms make their sum.
                 continue
-            below = [op, *next_below(op, pairs.order, _AHEAD)][:_AHEAD_OF_TWO]
+            below = [op, *next_below(op, _AHEAD)][:_AHEAD_OF_TWO]
             tried = (
                 self._to_try(node, predicted, proposed, each=1),
                 self._to_try(other, known[other.name], None, each=1),
@@ -216,12 +216,7 @@ class WrongTensorSearch:
     def _read_with_weights(self, node: Node) -> dict[str, bool]:
         """Return what the candidate reads with the weights that the ops below `node` read, and if only one op does."""
         found: dict[str, bool] = {}
-        waiting = list(node.users)
-        while waiting:
-            user = waiting.pop(0)
-            if passes_on(user):
-                waiting += user.users
-                continue
+        for user in readers_of(node):
             readers = list(self._pairs.weights.readers(user))
             for source in (source for reader in readers for source in reader.all_input_nodes):
                 for one in (origin_of(source), source):

@@ -23,11 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from glassengine.judge.replay.values import DOES_NOT_FIT, NoCounterpart, in_float64
-from glassengine.judge.site_pairs import SitePair, ancestors, difference, ports
-from glassengine.numerics.float64 import double, target_of
+from glassengine.judge.site_pairs import SitePair, ancestors, difference, operands_of, ports
+from glassengine.numerics.float64 import double, is_real, target_of
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node
@@ -184,16 +183,13 @@ class _Two:
 
     def _is_same(self, ours: Node, theirs: Node, values: tuple[Mapping[Node, Any], Mapping[Node, Any]]) -> bool:
         """Whether both call one op on the same values: its result need not be computed twice."""
-        if len(ours.args) != len(theirs.args) or ours.kwargs.keys() != theirs.kwargs.keys():
+        if len(ours.args) != len(theirs.args) or list(ours.kwargs) != list(theirs.kwargs):
             return False
-        sources = [
-            [leaf for leaf in pytree.tree_leaves((node.args, sorted(node.kwargs.items()))) if isinstance(leaf, Node)]
-            for node in (ours, theirs)
-        ]
+        operands = operands_of(ours), operands_of(theirs)
         return (
             difference(ours, theirs) is None
-            and len(sources[0]) == len(sources[1])
-            and all(self._are_equal(one, other, values) for one, other in zip(sources[0], sources[1], strict=True))
+            and len(operands[0]) == len(operands[1])
+            and all(self._are_equal(one, other, values) for one, other in zip(*operands, strict=True))
         )
 
     def _are_equal(self, ours: Node, theirs: Node, values: tuple[Mapping[Node, Any], Mapping[Node, Any]]) -> bool:
@@ -288,7 +284,7 @@ def _shows(values: _Values, node: Node, far: Mapping[Node, float], least: float,
     """Return whether a small random difference of each source that differs shows, at most as large as that one."""
     for source in _tensors_read(node):
         value = values.of(source)
-        if source in far and far[source] and isinstance(value, Tensor) and value.is_floating_point():
+        if far.get(source) and is_real(value):
             changed = double(value) * (1 + min(far[source], _SMALL) * _normal(value, generator))
             if _apart(values.of(node), values.with_source(node, source, changed)) <= least:
                 return False

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from glassengine.judge.pairing.candidate_tensors import (
     CandidateTensor,
@@ -22,7 +21,8 @@ from glassengine.judge.pairing.candidate_tensors import (
     is_telling,
     shapes_of,
 )
-from glassengine.judge.pairing.weights import SameWeights, users_of
+from glassengine.judge.pairing.weights import SameWeights
+from glassengine.judge.replay.values import in_float64
 from glassengine.judge.site_pairs import (
     SitePair,
     difference,
@@ -31,11 +31,12 @@ from glassengine.judge.site_pairs import (
     paired_results,
     passes_on,
     ports,
+    readers_of,
     reads_the_same,
     rounded_to,
 )
 from glassengine.numerics.arrangements import Arrangement
-from glassengine.numerics.float64 import in_double, retarget, target_of
+from glassengine.numerics.float64 import target_of
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.kinds import in_kind
 from glassengine.ops.traits import traits_of
@@ -73,14 +74,13 @@ class ProgramPairs:
 
     def __init__(self, baseline: Program, candidate: Program, steps: Sequence[ProbeStep]) -> None:
         self._baseline, self._candidate = baseline, candidate
-        self.order = {node.name: index for index, node in enumerate(baseline.graph.nodes)}
         self.tensors = CandidateTensors(candidate, steps)
         self.predictions = Predictions(baseline, steps)
+        self.order = self.predictions.order
         self.weights = SameWeights(baseline, candidate)
         self.results = paired_results(baseline, candidate)
         self._proposed = {pair.baseline.node: pair for pair in pair_sites(baseline, candidate)[0]}
         self._ports = ports(baseline), ports(candidate)
-        self._made_of = ancestors_of(baseline)
         self._roundoff: dict[str, float] = {}
         self.counterparts: dict[str, CandidateTensor] = {}
         self.predictions.counterparts = self.counterparts
@@ -131,7 +131,7 @@ class ProgramPairs:
         One wrong weight is a mistake; several are another layer. Of a weight that is read in several passes, a larger
         share of its readers is another pass: it counts as several.
         """
-        above, once = self._made_of[node.name], 0
+        above, once = self.predictions.ancestors[node.name], 0
         shared: list[tuple[float, int, int]] = []
         for ours, theirs in self._readers:
             if not theirs:
@@ -161,9 +161,9 @@ class ProgramPairs:
         for weight in self._baseline.weights():
             same = tuple(self.weights.as_stored(weight))
             both = found.setdefault(same, [0, 0])
-            for user in users_of(nodes[weight]):
+            for user in readers_of(nodes[weight]):
                 both[0] |= 1 << self.order[user.name]
-            for user in (user for name in same for user in users_of(self.tensors.all_nodes[name])):
+            for user in (user for name in same for user in readers_of(self.tensors.all_nodes[name])):
                 both[1] |= 1 << self.tensors.order[user.name]
         return [(ours, theirs) for same, (ours, theirs) in found.items() if same and ours]
 
@@ -272,15 +272,15 @@ class ProgramPairs:
         self._roundoff.pop(node.name, None)
         self.agreeing.pop(node.name, None)
 
-    def _roundoff_of(self, node: Node) -> float:
-        """Unit roundoff of what a region has rounded so far; that of the node alone where its inputs were found."""
-        own: torch.dtype = node.meta["val"].dtype
-        inputs = [self._roundoff.get(source.name, 0.0) for source in node.all_input_nodes]
-        return max([unit_roundoff(own) if own.is_floating_point else 0.0, *inputs])
-
     def roundoff(self, node: Node) -> None:
-        """Work out the roundoff of a node that is not visited yet."""
-        self._roundoff.setdefault(node.name, self._roundoff_of(node))
+        """Work out the unit roundoff of a node that is not visited yet: of what its region has rounded so far.
+
+        Where its inputs were found it is that of the node alone.
+        """
+        if node.name not in self._roundoff:
+            own: torch.dtype = node.meta["val"].dtype
+            inputs = [self._roundoff.get(source.name, 0.0) for source in node.all_input_nodes]
+            self._roundoff[node.name] = max([unit_roundoff(own) if own.is_floating_point else 0.0, *inputs])
 
     def hows(self) -> list[Arrangement]:
         """Return the arrangements of the tensors found so far, the most frequent first."""
@@ -324,6 +324,8 @@ class Predictions:
         steps: What the candidate was given.
 
     Attributes:
+        order: Node -> place in the graph.
+        ancestors: Node -> itself and what it is made of, as the bits of their places.
         values: Node -> its value in each step: the counterpart's where it has one, else what was predicted.
         counterparts: Nodes whose values are the candidate's own.
     """
@@ -332,8 +334,8 @@ class Predictions:
         self._program, self._steps = program, steps
         self._weights = program.weights()
         self._ports = ports(program)
-        self._ancestors = ancestors_of(program)
-        self._place = {node.name: 1 << place for place, node in enumerate(program.graph.nodes)}
+        self.order = {node.name: place for place, node in enumerate(program.graph.nodes)}
+        self.ancestors = ancestors_of(program)
         self.values: dict[str, Values] = {}
         self.counterparts: Collection[str] = ()
 
@@ -341,10 +343,10 @@ class Predictions:
         """Return values that take the place of what is known of some nodes, and of what is below them."""
         found = PairingTrial(values)
         for name in values:
-            found.replaced |= self._place[name]
+            found.replaced |= 1 << self.order[name]
         return found
 
-    def predict(self, node: Node, env: dict[str, Values]) -> Values:
+    def predict(self, node: Node, env: PairingTrial) -> Values:
         """Return the value of a node in each step, in float64.
 
         Args:
@@ -352,7 +354,7 @@ class Predictions:
             env: Values that take the place of known ones; what is computed on the way is added.
 
         Raises:
-            Unknown: It cannot be predicted.
+            UnknownValue: It cannot be predicted.
         """
         if node.op in ("placeholder", "get_attr"):
             return [self._given(node, step) for step in self._steps]
@@ -362,27 +364,20 @@ class Predictions:
             def value(source: Node, index: int = index) -> Any:
                 return self.value(source, env)[index]
 
-            args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), value)
-            args, kwargs = pytree.tree_map(retarget, (args, kwargs))
             try:
-                results.append(in_double(node, target_of(node))(*args, **kwargs))
+                results.append(in_float64(node, target_of(node), value).exact)
             except (RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
                 raise UnknownValue from error
         return results
 
-    def value(self, node: Node, env: dict[str, Values]) -> Values:
+    def value(self, node: Node, env: PairingTrial) -> Values:
         """Return a value that is known, or predict it."""
-        if node.name in env:
-            return env[node.name]
-        if node.name in self.values and not self._is_stale(node, env):
-            return self.values[node.name]
-        env[node.name] = self.predict(node, env)
+        if node.name not in env:
+            # What was predicted from a value that another one takes the place of does not hold.
+            holds = node.name in self.counterparts or not self.ancestors[node.name] & env.replaced
+            known = self.values.get(node.name) if holds else None
+            env[node.name] = self.predict(node, env) if known is None else known
         return env[node.name]
-
-    def _is_stale(self, node: Node, env: dict[str, Values]) -> bool:
-        """Whether what is known of a node was predicted from a value that another one took the place of."""
-        replaced = env.replaced if isinstance(env, PairingTrial) else 0
-        return bool(self._ancestors[node.name] & replaced) and node.name not in self.counterparts
 
     def _given(self, node: Node, step: ProbeStep) -> Any:
         if node.op == "get_attr":

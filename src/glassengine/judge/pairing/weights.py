@@ -7,18 +7,16 @@ rows and what reads them, neither weight is wrong.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from glassengine.judge.hypotheses.mistakes.weights_read import relation
-from glassengine.judge.site_pairs import origin_of, passed_on, passes_on
+from glassengine.judge.site_pairs import operands_of, origin_of, passed_on, passes_on, ports, readers_of
 from glassengine.numerics.arrangements import arrangements
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.program.representation.outputs import weight_only_nodes
@@ -27,8 +25,15 @@ from glassengine.results import WeightsComparison
 
 _USER = "user."
 _MOST_TOLD = 16
-_ROUNDINGS = 32
-"""Units of roundoff, of all of a tensor, that the steps before may have left in what they keep."""
+_ROUNDINGS = 8
+"""Of the coarser dtype, up to which weights are the same: an `inv_freq` computed in another order, say.
+
+And of all of a tensor, what the steps before may have left in what they keep.
+"""
+_SAMPLE = 64
+"""Numbers in the middle of two weights that are compared before all are."""
+_MOST_ALIKE = 6
+"""Number of equal weights from which they are not evidence: untrained norms are all ones."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +58,16 @@ def compare_paired_weights(baseline: Program, candidate: Program, pairs: Mapping
     compared = dict.fromkeys(read.name for read in reads)
     different: dict[str, str] = {}
     for read in reads:
-        if _is_same(ours, theirs, read):
+        if _is_unchanged(ours, theirs, read):
             continue
         alike = [other for other in reads if other.name == read.name and other.own != read.own]
-        known = next((other for other in alike if _is_same(ours, theirs, other)), None)
+        known = next((other for other in alike if _is_unchanged(ours, theirs, other)), None)
         if known is not None:
             text = f"{read.own}: tied to {known.own} in the baseline only, and not its values"
         else:
             text = _words(read, ours, theirs[read.own]) if len(different) < _MOST_TOLD else read.name
         different.setdefault(read.name, text)
-    found = WeightsComparison(len(compared), tuple(different), (), ())
-    return replace(found, how=tuple(different.values()))
+    return WeightsComparison(len(compared), tuple(different), (), (), how=tuple(different.values()))
 
 
 def states_alike(baseline: Program, candidate: Program) -> dict[str, torch.Tensor]:
@@ -111,11 +115,11 @@ def _words(read: _Read, ours: Mapping[str, torch.Tensor], theirs: torch.Tensor) 
     return relation(read.name, read.own, own, held, alike)[1]
 
 
-def _is_same(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], read: _Read) -> bool:
+def _is_unchanged(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], read: _Read) -> bool:
     own, held = ours[read.name], theirs[read.own]
     if read.is_alike and own.shape == held.shape:
         return is_equal(own, held)
-    return not compare_weights({"": own}, {"": held}).different
+    return _is_same_or_transposed(own, held)
 
 
 def _reads(baseline: Program, candidate: Program, pairs: Mapping[str, str]) -> Iterator[_Read]:
@@ -147,14 +151,14 @@ class _Side:
     def __init__(self, program: Program) -> None:
         self.weights = program.weights()
         self.names = {node: name.removeprefix(_USER) for node, name in program.weight_names().items()}
-        self.ports = {port.node: port.name for port in program.inputs}
+        self.ports = ports(program)
         self._constant = {node.name for node in weight_only_nodes(program)}
 
     def read(self, node: Node) -> tuple[list[str], list[Node]]:
         """Return the weights that an op reads, and the other tensors."""
         weights, others = [], []
-        for leaf in pytree.tree_leaves((node.args, dict(node.kwargs))):
-            if not isinstance(leaf, Node) or not isinstance(leaf.meta.get("val"), torch.Tensor):
+        for leaf in operands_of(node):
+            if not isinstance(leaf.meta.get("val"), torch.Tensor):
                 continue
             source = leaf
             while source.name in self._constant and passes_on(source) and isinstance(source.args[0], Node):
@@ -181,13 +185,6 @@ def _have_one_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape or (a.dim() == 2 and a.shape == b.shape[::-1])
 
 
-_ROUNDINGS = 8
-_SAMPLE = 64
-"""Numbers in the middle of two weights that are compared before all are."""
-_MOST_ALIKE = 6
-"""Number of equal weights from which they are not evidence: untrained norms are all ones."""
-
-
 class SameWeights:
     """Weights of a baseline and of a candidate by content.
 
@@ -200,110 +197,70 @@ class SameWeights:
         self._ours, self._theirs = baseline.weights(), candidate.weights()
         self._nodes = {node.name: node for node in candidate.graph.nodes}
         self._known: dict[str, list[str]] = {}
+        self._by_number: dict[int, list[str]] = {}
+        for name, tensor in self._theirs.items():
+            self._by_number.setdefault(tensor.numel(), []).append(name)
 
     def of(self, name: str) -> list[str]:
         """Return the candidate's weights (placeholders) that hold the same numbers as one of the baseline."""
         if name not in self._known:
-            own = self._ours[name]
-            kept = self._by_number.get(own.numel(), [])
-            self._known[name] = [other for other in kept if _is_same_in_any_arrangement(own, self._theirs[other])]
+            self._known[name] = self._like(name, _is_same_in_any_arrangement)
         return self._known[name]
 
     def as_stored(self, name: str) -> list[str]:
         """Return the candidate's weights (placeholders) that one of the baseline is without any change."""
-        own = self._ours[name]
-        kept = self._by_number.get(own.numel(), [])
-        return [other for other in kept if self._theirs[other].shape == own.shape and _alike(own, self._theirs[other])]
+        return self._like(name, _is_same)
 
-    def read_by(self, node: Node) -> list[str]:
-        """Return the weights (placeholders) of the baseline that an op reads, through views and casts."""
-        return [source.name for source in _weights_of(node, self._ours)]
+    def _like(self, name: str, is_like: Callable[[torch.Tensor, torch.Tensor], bool]) -> list[str]:
+        own = self._ours[name]
+        return [other for other in self._by_number.get(own.numel(), ()) if is_like(own, self._theirs[other])]
 
     def readers(self, node: Node) -> Iterator[Node]:
         """Yield the ops of the candidate that read a weight of the same content as one that `node` reads."""
-        for name in self.read_by(node):
+        for name in _weights_of(node, self._ours):
             same = self.of(name)
-            if len(same) > _MOST_ALIKE:
-                continue
-            for other in same:
-                yield from users_of(self._nodes[other])
+            if len(same) <= _MOST_ALIKE:
+                for other in same:
+                    yield from readers_of(self._nodes[other])
 
     def agree(self, ours: Node, theirs: Node) -> bool:
         """Whether two ops read the same weights, as far as the weights of the baseline's are anywhere else."""
-        own, other = self.read_by(ours), {source.name for source in _weights_of(theirs, self._theirs)}
-        for name in own:
-            same = self.of(name)
-            if same and not other & set(same):
-                return False
-        return bool(own) == bool(other)
-
-    @cached_property
-    def _by_number(self) -> Mapping[int, list[str]]:
-        by_number: dict[int, list[str]] = {}
-        for name, tensor in self._theirs.items():
-            by_number.setdefault(tensor.numel(), []).append(name)
-        return by_number
+        own, other = _weights_of(ours, self._ours), set(_weights_of(theirs, self._theirs))
+        known = [same for name in own if (same := self.of(name))]
+        return bool(own) == bool(other) and not any(other.isdisjoint(same) for same in known)
 
 
-def _weights_of(node: Node, weights: Mapping[str, torch.Tensor]) -> list[Node]:
+def _weights_of(node: Node, weights: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the weights (placeholders) that an op reads, through views and casts."""
     origins = [origin_of(source) for source in node.all_input_nodes]
-    return [source for source in origins if source.op == "placeholder" and source.name in weights]
+    return [source.name for source in origins if source.op == "placeholder" and source.name in weights]
 
 
-def users_of(node: Node) -> Iterator[Node]:
-    """Yield the ops that read a weight, through views and casts."""
-    for user in node.users:
-        if user.op == "call_function":
-            if passes_on(user):
-                yield from users_of(user)
-            else:
-                yield user
-
-
-def _alike(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    return ours.is_floating_point() == theirs.is_floating_point() and _is_equal(ours, theirs)
+def _is_same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    is_of_one_kind = ours.is_floating_point() == theirs.is_floating_point() and ours.is_complex() == theirs.is_complex()
+    return is_of_one_kind and ours.shape == theirs.shape and is_equal(ours, theirs)
 
 
 def _is_same_in_any_arrangement(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     """Whether two weights of one number of elements hold the same, in any arrangement."""
-    if ours.is_floating_point() != theirs.is_floating_point() or ours.is_complex() != theirs.is_complex():
-        return False
-    if ours.shape == theirs.shape and _is_equal(ours, theirs):
+    if _is_same(ours, theirs):
         return True
-    if not ours.numel() or not _is_equal(*(_sorted(tensor) for tensor in (ours, theirs))):
+    if not ours.numel() or not _is_same(*map(_means, (ours, theirs))):
         return False
     found = arrangements([(size,) for size in theirs.shape], [(size,) for size in ours.shape])
-    return any(_is_equal(ours, how.apply(theirs, ours.shape)) for how in found)
+    return any(is_equal(ours, how.apply(theirs, ours.shape)) for how in found)
 
 
-def _sorted(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what no arrangement changes of a tensor: means, in the dtype that they are made of."""
+def _means(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what no arrangement changes of a tensor, in its dtype."""
     wide = tensor.detach().double().flatten()
     return torch.stack([wide.mean(), wide.abs().mean(), wide.square().mean().sqrt()]).to(tensor.dtype)
-
-
-def _is_equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    if not ours.is_floating_point():
-        return torch.equal(ours, theirs)
-    unit = max(unit_roundoff(ours.dtype), unit_roundoff(theirs.dtype))
-    a, b = ours.detach().flatten(), theirs.detach().flatten()
-    half = len(a) // 2
-    for some in (slice(half, half + _SAMPLE), slice(None)):
-        x, y = a[some].double(), b[some].double()
-        if not bool(((x - y).abs() <= _ROUNDINGS * unit * x.abs()).all()):
-            return False
-    return True
-
-
-_PREFIX = "user."
-_LOOSE = 8.0
-"""Weights are the same up to so many roundings of the coarser dtype: an `inv_freq` computed in another order, say."""
 
 
 def weights_of(program: Program) -> dict[str, torch.Tensor]:
     """Return the weights of a program by the user's own names."""
     names = program.weight_names()
-    return {names[node].removeprefix(_PREFIX): tensor for node, tensor in program.weights().items()}
+    return {names[node].removeprefix(_USER): tensor for node, tensor in program.weights().items()}
 
 
 def compare_weights(baseline: Mapping[str, torch.Tensor], candidate: Mapping[str, Any]) -> WeightsComparison:
@@ -324,12 +281,8 @@ def compare_weights(baseline: Mapping[str, torch.Tensor], candidate: Mapping[str
 
 
 def _is_same_or_transposed(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    if ours.shape != theirs.shape and ours.shape != theirs.T.shape:
-        return False
-    views = [theirs] if ours.shape == theirs.shape else []
-    if theirs.dim() == 2 and theirs.T.shape == ours.shape:
-        views.append(theirs.T)
-    return any(is_equal(ours, view) for view in views)
+    views = [theirs, theirs.T] if theirs.dim() == 2 else [theirs]
+    return any(ours.shape == view.shape and is_equal(ours, view) for view in views)
 
 
 def is_equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -337,8 +290,11 @@ def is_equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     if not (ours.is_floating_point() and theirs.is_floating_point()):
         return torch.equal(ours, theirs)
     coarser = max((ours.dtype, theirs.dtype), key=unit_roundoff)
-    a, b = ours.detach().to(coarser), theirs.detach().to(coarser)
-    if torch.allclose(a, b, rtol=0, atol=0, equal_nan=True):
-        return True
-    wide, error = a.double(), (a.double() - b.double()).abs()
-    return bool((error <= _LOOSE * unit_roundoff(coarser) * wide.abs()).all())
+    most = _ROUNDINGS * unit_roundoff(coarser)
+    left, right = ours.detach().flatten(), theirs.detach().flatten()
+    half = len(left) // 2
+    for some in (slice(half, half + _SAMPLE), slice(None)):
+        a, b = left[some].to(coarser), right[some].to(coarser)
+        if not torch.equal(a, b) and not torch.allclose(b.double(), a.double(), most, 0.0, equal_nan=True):
+            return False
+    return True

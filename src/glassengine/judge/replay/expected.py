@@ -24,18 +24,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Interpreter, Node
-from torch.utils import _pytree as pytree
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from glassengine.judge.flat_graphs import with_values
 from glassengine.judge.pieces import Piece
 from glassengine.judge.replay.reference import NUM_NOISE_RUNS, ReferenceRun, sampled
 from glassengine.numerics.exemptions import DRAWN, Masks
-from glassengine.numerics.float64 import Accumulation, in_double, retarget, target_of
+from glassengine.numerics.float64 import Accumulation
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.kinds import NOTHING, KnownValues
 from glassengine.numerics.verdict import Reference
@@ -78,7 +77,7 @@ class ReplayedTensor:
     exact: Tensor | Callable[[], Tensor]
     again: Callable[[Tensor], Judgement]
     exempt: Masks | None = None
-    explanation: str = "as read"
+    explanation: str = "as_read"
 
     @property
     def predicted(self) -> Tensor:
@@ -117,31 +116,12 @@ def expected_of(piece: Piece) -> list[Expected]:
     """Run a piece that stands by itself in every way that is legal, and return what each of its outputs should be."""
     with_values(piece.module, piece.arguments())
     exact, native = piece.exact(), piece.run()
-    runs = [_Noisy(piece, torch.Generator().manual_seed(seed)).results() for seed in range(NUM_NOISE_RUNS)]
+    draws = [torch.Generator().manual_seed(seed) for seed in range(NUM_NOISE_RUNS)]
+    runs = [piece.exact(sampled(draw, lambda node, _: _float(tree_leaves(node.meta["val"])[0]))) for draw in draws]
     return [
         Expected(Reference(exact[index], value, [run[index] for run in runs], dtype=_float(value), valid=None))
         for index, value in enumerate(native)
     ]
-
-
-class _Noisy(Interpreter):
-    """The piece in float64 with the rounding of each op."""
-
-    def __init__(self, piece: Piece, generator: torch.Generator) -> None:
-        super().__init__(piece.module)
-        self._piece = piece
-        self._rounded = sampled(generator, lambda node, _: _float(pytree.tree_leaves(node.meta["val"])[0]))
-
-    def results(self) -> tuple[Tensor, ...]:
-        # A piece may write to what it is given: each run has copies of its own.
-        found: tuple[Tensor, ...] = self.run(*map(retarget, self._piece.arguments()))
-        return found
-
-    def run_node(self, n: Node) -> Any:
-        if n.op != "call_function":
-            return super().run_node(n)
-        args, kwargs = pytree.tree_map(retarget, self.fetch_args_kwargs_from_env(n))
-        return self._rounded(n, in_double(n, target_of(n))(*args, **kwargs), args, kwargs)
 
 
 def _float(value: Tensor) -> torch.dtype:

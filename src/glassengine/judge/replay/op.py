@@ -36,6 +36,7 @@ from glassengine.numerics.float64 import (
     double,
     in_double,
     is_broken,
+    is_real,
     num_newly_broken,
     retargeted,
     target_of,
@@ -58,16 +59,14 @@ class Ops:
     Args:
         program: The baseline program.
         values: What the candidate has.
-        seed: Of the noise.
         worth_a_bound: From this noise ratio on the rounding bound is worked out; the verdict does not depend on it
             below `INTRODUCED_SUSPICIOUS`, but the bound ratio is known for more tensors.
     """
 
-    def __init__(self, program: Program, values: Values, *, seed: int, worth_a_bound: float) -> None:
+    def __init__(self, program: Program, values: Values, *, worth_a_bound: float) -> None:
         self.values = values
         self.worth_a_bound = worth_a_bound
         self.generator = torch.Generator()
-        self._seed = seed
         self.folded = Folded(program, values, self.generator)
         self.computed_again = ComputedAgain(values)
         self.relative_floors: dict[str, float] = {}
@@ -75,7 +74,7 @@ class Ops:
 
     def begin(self) -> None:
         """Start a case: its noise and its floors do not depend on the cases before it."""
-        self.generator.manual_seed(self._seed)
+        self.generator.manual_seed(0)
         self.relative_floors.clear()
 
     def called(self, claim: Claim) -> CandidateCall | None:
@@ -167,17 +166,8 @@ class CandidateCall:
             reference = Reference(exact, native, [], dtype=dtype, valid=claim.valid)
         else:
             reference = _reference(claim, exact, native, [], self.ops.relative_floors.get(claim.node.name, 0.0))
-        return OneOp(
-            reference,
-            ops=self.ops,
-            claim=claim,
-            op=self.op,
-            args=self.args,
-            kwargs=self.kwargs,
-            operation=Operation(op_name(self.op), call, args, kwargs, exact),
-            is_float=is_float,
-            carried=carried,
-        )
+        operation = Operation(op_name(self.op), call, args, kwargs, exact)
+        return OneOp(reference, call=self, operation=operation, is_float=is_float, carried=carried)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,20 +175,14 @@ class OneOp(Expected):
     """What one op should give on what a candidate fed to its own.
 
     Attributes:
-        ops: Of the candidate.
-        claim: About its result.
-        op, args, kwargs: As of a `CandidateCall`.
+        call: The op on what the candidate fed to its own, in its own dtypes.
         operation: The same in float64, and P.
         is_float: Whether P and the candidate's tensor are floating; others are equal, or not.
         carried: How far other rounding of what the inputs were made of may lead, beyond the bound.
         runs: Results on other legal inputs, in place of the noise of the op.
     """
 
-    ops: Ops
-    claim: Claim
-    op: Node
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    call: CandidateCall
     operation: Operation
     is_float: bool
     carried: Tensor | float = 0.0
@@ -208,8 +192,9 @@ class OneOp(Expected):
         self, operation: Operation, native: Tensor, carried: Tensor | float = 0.0, runs: Sequence[Tensor] | None = None
     ) -> OneOp:
         """Return the same with its inputs, or its result, read in another way."""
-        floor = self.ops.relative_floors.get(self.claim.node.name, 0.0) if runs is None else 0.0
-        reference = _reference(self.claim, operation.exact, native, [], floor)
+        claim = self.call.claim
+        floor = self.call.ops.relative_floors.get(claim.node.name, 0.0) if runs is None else 0.0
+        reference = _reference(claim, operation.exact, native, [], floor)
         return replace(self, reference=reference, operation=operation, carried=carried, runs=runs)
 
     @torch.no_grad()
@@ -217,7 +202,7 @@ class OneOp(Expected):
         """Judge what a candidate made of the same tensors, by floor and bound."""
         if not self.is_float:
             return self.reference.judge(result)
-        claim, name = self.claim, self.claim.node.name
+        ops, claim = self.call.ops, self.call.claim
         unwritten = claim.known.exempt.get(UNWRITTEN)
         broken = num_newly_broken(self.operation, result, unwritten, claim.known.hidden)
         if broken:
@@ -229,15 +214,16 @@ class OneOp(Expected):
             return found
         # Terms of a product are of one size, and so are the errors of its elements, however small these are.
         is_even = self.operation.traits.reads_memory or not quick.has_outliers(result)
-        if found.noise_ratio <= self.ops.worth_a_bound and is_even:
+        if found.noise_ratio <= ops.worth_a_bound and is_even:
             return found
-        runs, floors = self.runs, self.ops.relative_floors
-        if runs is not None:
-            reference = _reference(claim, quick.exact, quick.native, runs, 0.0)
+        if self.runs is not None:
+            runs, floor = self.runs, 0.0
         else:
-            runs = [*self._noise(), *other_kernel(self.op, self.args, self.kwargs)]
-            reference = _reference(claim, quick.exact, quick.native, runs, floors.get(name, 0.0))
-            floors[name] = reference.relative_floor
+            runs = [*self._noise(), *other_kernel(self.call.op, self.call.args, self.call.kwargs)]
+            floor = ops.relative_floors.get(claim.node.name, 0.0)
+        reference = _reference(claim, quick.exact, quick.native, runs, floor)
+        if self.runs is None:
+            ops.relative_floors[claim.node.name] = reference.relative_floor
         return reference.judge_introduced(result, self._bound(runs))
 
     @torch.no_grad()
@@ -245,28 +231,29 @@ class OneOp(Expected):
         """Return the rounding bound that a result is judged by; None where there is none."""
         if not self.is_float:
             return None
-        return self._bound(self._noise() if isinstance(self.op.target, Composite) else ())
+        return self._bound(self._noise() if isinstance(self.call.op.target, Composite) else ())
 
     def _roundoff(self) -> Roundoff:
-        return self.ops.values.roundoff(self.op, self.claim.candidate)
+        return self.call.ops.values.roundoff(self.call.op, self.call.claim.candidate)
 
     def _bound(self, runs: Sequence[Tensor]) -> Tensor | None:
-        if isinstance(self.op.target, Composite):
+        if isinstance(self.call.op.target, Composite):
             return bound_of(self.operation.exact, runs)
         bound = rounding_bound(self.operation, self._roundoff())
         return None if bound is None else bound + self.carried
 
     def _noise(self) -> list[Tensor]:
         """Return results of the op with rounded inputs, weights and result."""
-        operation, op, roundoff, generator = self.operation, self.op, self._roundoff(), self.ops.generator
-        u_in, how = max(roundoff.u_in, roundoff.u_w), self.ops.values.accumulation
+        operation, op, ops, claim = self.operation, self.call.op, self.call.ops, self.call.claim
+        roundoff, generator, how = self._roundoff(), ops.generator, ops.values.accumulation
+        u_in = max(roundoff.u_in, roundoff.u_w)
 
         def read(tensor: Tensor) -> Tensor:
             return disturbed(tensor, u_in, generator, roundoff.tiny_in)
 
         if isinstance(op.target, Composite):
-            inside = op.target.rounded(sampled(generator, lambda *_: self.claim.candidate.dtype, how))
-            part = part_of(self.claim.node, op)
+            inside = op.target.rounded(sampled(generator, lambda *_: claim.candidate.dtype, how))
+            part = part_of(claim.node, op)
             operation = replace(operation, target=lambda *a, **k: part(inside(*a, **k)))
             return [operation.on(read) for _ in range(NUM_RUNS)]
         runs = []
@@ -351,22 +338,20 @@ class ComputedAgain:
             moved: Node -> what to add to its value.
         """
         value = self._values.of(node)
-        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-        if node.name not in self._values.observed or not is_float or node.op != "call_function":
+        if node.name not in self._values.observed or not is_real(value) or node.op != "call_function":
             return value
         traits = traits_of(node)
-        moves = traits.moves
         is_cheap = traits.casts or traits.rounding is Rounding.POINTWISE or traits.kind == "sum"
-        if not moves and not (depth > 0 and is_cheap):
-            if inner is not None and not traits.casts:
-                self._note(node, self._called(node, self._values.of), inner)
-            return value.double() + moved[node.name] if node.name in moved else value
-        made = self._called(node, lambda source: self._read(source, depth - (not moves), inner, moved))
-        if made is None or made.exact.shape != value.shape:
-            return value
-        if inner is not None and not moves and not traits.casts:
-            self._note(node, made, inner)
-        return made.exact + moved[node.name] if node.name in moved else made.exact
+        if traits.moves or (depth > 0 and is_cheap):
+            made = self._called(node, lambda source: self._read(source, depth - (not traits.moves), inner, moved))
+            if made is None or made.exact.shape != value.shape:
+                return value
+            value = made.exact
+        else:
+            made = None
+        if inner is not None and not traits.moves and not traits.casts:
+            self._note(node, made or self._called(node, self._values.of), inner)
+        return value.double() + moved[node.name] if node.name in moved else value
 
     def _called(self, node: Node, read: Callable[[Node], Any]) -> Operation | None:
         """Return the op of a node on what `read` gives; None where it cannot be computed."""
@@ -374,7 +359,7 @@ class ComputedAgain:
             made = in_float64(node, target_of(node), read)
         except DOES_NOT_FIT:
             return None
-        return made if isinstance(made.exact, torch.Tensor) and made.exact.is_floating_point() else None
+        return made if is_real(made.exact) else None
 
     def _note(self, node: Node, operation: Operation | None, inner: dict[str, torch.Tensor]) -> None:
         """Note how far a kernel may have rounded a value otherwise, in registers: it is not stored in between."""
@@ -413,7 +398,12 @@ class Folded:
             call: What computes its result.
         """
         values = {source.name: self._values.of(source) for source in op.all_input_nodes}
-        exact = self._rounded(op, values)
+        made = [
+            source for source in op.all_input_nodes if source.op == "call_function" and is_real(values[source.name])
+        ]
+        folded = {source.name: self._exact(source) for source in made if source.name in self._values.constant}
+        # Those that were rounded while they were made.
+        exact = {name: value for name, value in folded.items() if not torch.equal(value, values[name].double())}
         if not exact:
             return None
 
@@ -421,19 +411,6 @@ class Folded:
             return in_float64(op, call, lambda source: inputs.get(source.name, values[source.name]))
 
         return on(exact), [on(other).exact for other in _made_otherwise(exact, values, self._generator)]
-
-    def _rounded(self, op: Node, native: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return those inputs of `op` that were rounded while they were made, in float64."""
-        made = [source for source in op.all_input_nodes if source.op == "call_function"]
-        rounded = {}
-        for source in made:
-            value = native[source.name]
-            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-            if source.name in self._values.constant and is_float:
-                exact = self._exact(source)
-                if not torch.equal(exact, value.double()):
-                    rounded[source.name] = exact
-        return rounded
 
     def _exact(self, node: Node) -> Any:
         """Return a value in float64; a weight as it is."""

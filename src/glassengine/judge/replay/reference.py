@@ -30,6 +30,7 @@ from glassengine.numerics.float64 import (
     Accumulation,
     double,
     in_double,
+    is_real,
     retarget,
     retargeted,
     target_of,
@@ -39,7 +40,7 @@ from glassengine.numerics.kinds import KnownValues
 from glassengine.numerics.noise import ExactProduct, disturbed, noisy, rounded, rounds, uniform
 from glassengine.numerics.verdict import Reference
 from glassengine.ops.traits import traits_of
-from glassengine.program.onnx.function import Composite
+from glassengine.program.onnx.function import Composite, Each
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.outputs import last_uses, weight_only_nodes
 from glassengine.program.representation.program import Program
@@ -49,8 +50,6 @@ NUM_RUNS = 6
 _OF_ELEMENT = 4.0
 _OF_ROW = 6.0
 """Of the largest error that an element, or on average the elements of its row, had in some run."""
-
-Each = Callable[[Node, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def sampled(
@@ -66,7 +65,7 @@ def sampled(
 
     def each(node: Node, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def one(result: Any) -> Any:
-            if not isinstance(result, Tensor) or not result.is_floating_point():
+            if not is_real(result):
                 return result
             dtype = dtype_of(node, result)
             u, tiny = unit_roundoff(dtype), smallest_precise(dtype)
@@ -131,9 +130,7 @@ class CoarseArithmetic:
             return args
 
         def one(source: Any, value: Any) -> Any:
-            if not isinstance(source, Node) or source in weights:
-                return value
-            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            if not isinstance(source, Node) or source in weights or not is_real(value):
                 return value
             apart = (reader(value.float()).values.double() - value).abs()
             return value + torch.copysign(apart, uniform(value.shape, generator).double())
@@ -146,6 +143,7 @@ PLAIN = CoarseArithmetic()
 
 
 NUM_NOISE_RUNS = 2
+_SEED = 0
 
 Observer = Callable[[Node, Reference], None]
 Taken = Callable[[Node, torch.Size], torch.Tensor | None]
@@ -159,7 +157,6 @@ class ReferenceRun:
         coarsest: Dtype of the coarsest candidate; None for the program's own. Noise is that of the coarser of the two,
             and weights are disturbed by its rounding when it is coarser than theirs.
         accumulation: How the candidates' products are summed.
-        seed: Of the noise.
         arithmetic: What candidates compute more coarsely; noisy lanes do so, too.
     """
 
@@ -169,7 +166,6 @@ class ReferenceRun:
         *,
         coarsest: torch.dtype | None = None,
         accumulation: Accumulation = FLOAT32_SUMS,
-        seed: int = 0,
         arithmetic: CoarseArithmetic = PLAIN,
     ) -> None:
         self._program = program
@@ -177,7 +173,6 @@ class ReferenceRun:
         self._of_weights = weight_only_nodes(program) if arithmetic.operands else set()
         self._coarsest = coarsest
         self._accumulation = accumulation
-        self._seed = seed
         self._steps = 0
         # Node -> largest relative floor so far, of the outputs of the program and of what anybody judged.
         self.relative_floors: dict[str, float] = {}
@@ -230,7 +225,7 @@ class ReferenceRun:
             taken: Gives the value of a product with a weight, for its node and shape, where that is known beforehand
                 and its reference is not asked for: it is not computed, nor yielded.
         """
-        generators = [_generator(self._seed, self._steps, lane) for lane in self._lanes]
+        generators = [_generator(_SEED, self._steps, lane) for lane in self._lanes]
         env: dict[Node, list[Any]] = {}
         # With a layout, the masks of the inputs say which rows are padding.
         sources = sources_of(self._hidden.places if self._program.layout is None else None)
@@ -239,15 +234,11 @@ class ReferenceRun:
         exclusions = Exclusions(sources, partial(self._recomputed, env))
         names = {port.node: port.name for port in self._program.inputs}
         for node in self._program.graph.nodes:
-            if node.op == "placeholder":
-                env[node] = self._placeholder(node, names, inputs)
+            if node.op in ("placeholder", "get_attr"):
+                env[node] = self._given(node, names, inputs)
                 exclusions.carry(node, self._excluded_caches.get(names.get(node.name, ""), {}))
                 if not self._steps or names.get(node.name) not in self._program.caches:
                     self._exactness.take(node, env[node][1])
-                self._hidden.visit(node, env[node][0], env)
-            elif node.op == "get_attr":
-                env[node] = [getattr(self._program.exported.graph_module, str(node.target))] * len(self._lanes)
-                self._exactness.take(node, env[node][1])
                 self._hidden.visit(node, env[node][0], env)
             elif node.op == "call_function" and "_assert" not in str(node.target):
                 known = self._taken(node, env, taken)
@@ -281,12 +272,13 @@ class ReferenceRun:
     def _lanes(self) -> range:
         return range(len(self._caches))
 
-    def _placeholder(self, node: Node, names: Mapping[str, str], inputs: Mapping[str, torch.Tensor]) -> list[Any]:
-        if node.name in self._weights:
-            return [self._weights[node.name]] * len(self._lanes)
+    def _given(self, node: Node, names: Mapping[str, str], inputs: Mapping[str, torch.Tensor]) -> list[Any]:
+        """Return the lanes of what the graph does not compute."""
         name = names.get(node.name)
+        if node.op == "get_attr":
+            return [getattr(self._program.exported.graph_module, str(node.target))] * len(self._lanes)
         if name is None:
-            return [None] * len(self._lanes)
+            return [self._weights.get(node.name)] * len(self._lanes)
         if self._steps and name in self._program.caches:
             return [self._caches[lane][name] for lane in self._lanes]
         return [inputs[name] if lane == 1 else double(inputs[name]) for lane in self._lanes]
@@ -354,8 +346,7 @@ class ReferenceRun:
             value = target_in_double(*args, **kwargs)
             if lane == 0 and self._is_of_whole_numbers(node, args, kwargs, value):
                 is_rounded = False
-            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-            if lane == 0 and is_rounded and is_float and traits_of(node).multiplies:
+            if lane == 0 and is_rounded and is_real(value) and traits_of(node).multiplies:
                 product = ExactProduct(node, value, args, kwargs, self._stored(node))
             if lane > 1 and is_rounded:
                 value = sampled(generators[lane], self._dtype, summed_as)(node, value, args, kwargs)
@@ -365,7 +356,7 @@ class ReferenceRun:
         return results
 
     def _is_of_whole_numbers(self, node: Node, args: Any, kwargs: Any, value: Any) -> bool:
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        if not is_real(value):
             return False
         kept = node.meta.get("val")
         own = kept.dtype if isinstance(kept, torch.Tensor) else value.dtype
@@ -403,7 +394,7 @@ class ReferenceRun:
         """Weights of a noisy lane carry the rounding of a coarser candidate's weights, the same in every step."""
         if lane < 2 or self._coarsest is None or torch.finfo(self._coarsest).eps <= torch.finfo(dtype).eps:
             return value
-        generator = _generator(self._seed, source.name, lane)
+        generator = _generator(_SEED, source.name, lane)
         return disturbed(value, unit_roundoff(self._coarsest), generator, smallest_precise(self._coarsest))
 
     def _dtype(self, node: Node, value: torch.Tensor) -> torch.dtype:

@@ -18,7 +18,7 @@ Where `noise_ratio` is None nothing was rounded: only the explanations of choice
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -74,7 +74,6 @@ class Replay:
         dtype: Floating dtype of the candidate's weights; None for the baseline's own.
         wide_operands: Which of the candidate's products may read unrounded registers, as its other ops may.
         accumulation: How the candidate's products are summed.
-        seed: Of the noise.
         worth_a_bound: See `Ops`.
         operands: Node of a product -> what the candidate's kernel reads of activations, where it rounds them.
         derive_views: Whether a view of what was observed counts as observed: of a record that has no views.
@@ -94,7 +93,6 @@ class Replay:
         dtype: torch.dtype | None = None,
         wide_operands: WideOperands = "thin products",
         accumulation: Accumulation = FLOAT32_SUMS,
-        seed: int = 0,
         worth_a_bound: float = 1.6,
         operands: Mapping[str, Callable[[torch.Tensor], Read]] | None = None,
         derive_views: bool = False,
@@ -117,7 +115,7 @@ class Replay:
             derive_views=derive_views,
             rounded=rounded,
         )
-        self.ops = Ops(program, self._values, seed=seed, worth_a_bound=worth_a_bound)
+        self.ops = Ops(program, self._values, worth_a_bound=worth_a_bound)
         self._segments = None if cut is Cut.OP else SegmentReplay(program, coarsest=dtype, rounded=rounded)
         self.begin()
 
@@ -214,21 +212,21 @@ class Replay:
 def as_read(one: OneOp, first: ReplayedTensor | None) -> Iterator[ReplayedTensor]:
     """The tensor is within floor and bound of what the piece makes of what was observed; integers are equal."""
     if not _may_be_in_any_order(one):
-        yield one.replayed(one.claim.candidate)
+        yield one.replayed(one.call.claim.candidate)
 
 
 def in_any_order(one: OneOp, first: ReplayedTensor | None) -> Iterator[ReplayedTensor]:
     """The op promises no order of the values that it chooses, and sorted they are within floor and bound."""
     if not _may_be_in_any_order(one):
         return
-    dim, operation = argument(one.op, "dim"), one.operation
+    dim, operation = argument(one.call.op, "dim"), one.operation
 
     def in_order(*args: Any, **kwargs: Any) -> torch.Tensor:
         value: torch.Tensor = operation.target(*args, **kwargs)
         return value.sort(dim).values
 
     ordered = replace(operation, target=in_order, exact=operation.exact.sort(dim).values)
-    ours, theirs = (side.sort(dim) for side in (one.reference.native, one.claim.candidate))
+    ours, theirs = (side.sort(dim) for side in (one.reference.native, one.call.claim.candidate))
     found = one.read(ordered, ours.values).judge(theirs.values)
     if found.verdict not in FLAGGED and not torch.equal(ours.indices, theirs.indices):
         found = replace(found, verdict="rounding", reason=TIE, is_tie=True)
@@ -237,10 +235,10 @@ def in_any_order(one: OneOp, first: ReplayedTensor | None) -> Iterator[ReplayedT
 
 def another_choice(one: OneOp, first: ReplayedTensor | None) -> Iterator[ReplayedTensor]:
     """Wherever integers differ, what the op compared is within the rounding of the inputs, and no value is settled."""
-    if one.is_float or not one.ops.values.compiled:
+    if one.is_float or not one.call.ops.values.compiled:
         return
-    claim, exact, u_in = one.claim, one.operation.exact, one.ops.values.roundoff_of_inputs(one.op)
-    tied = tied_choices(one.op, one.operation.args, exact, claim.candidate, u_in, claim.known.settled)
+    claim, exact, u_in = one.call.claim, one.operation.exact, one.call.ops.values.roundoff_of_inputs(one.call.op)
+    tied = tied_choices(one.call.op, one.operation.args, exact, claim.candidate, u_in, claim.known.settled)
     if tied is None:
         return
     differs = (claim.candidate != exact.to(claim.candidate.dtype)) & ~tied
@@ -258,13 +256,13 @@ def computed_again(one: OneOp, first: ReplayedTensor | None) -> Iterator[Replaye
     if not _may_be_rounded_otherwise(one, first):
         return
     for depth in range(MOST_DEPTH + 1):
-        read = one.ops.computed_again.read(one.op, one.operation.target, depth)
+        read = one.call.ops.computed_again.read(one.call.op, one.operation.target, depth)
         if read is None or read[0].exact.shape != one.operation.exact.shape:
             return
         made, carried = read
-        again = one.read(made, made.exact.to(one.claim.candidate.dtype), carried)
-        again = replace(again, args=made.args, kwargs=made.kwargs)
-        yield again.replayed(one.claim.candidate)
+        again = one.read(made, made.exact.to(one.call.claim.candidate.dtype), carried)
+        again = replace(again, call=replace(one.call, args=made.args, kwargs=made.kwargs))
+        yield again.replayed(one.call.claim.candidate)
 
 
 def weights_folded(one: OneOp, first: ReplayedTensor | None) -> Iterator[ReplayedTensor]:
@@ -273,11 +271,11 @@ def weights_folded(one: OneOp, first: ReplayedTensor | None) -> Iterator[Replaye
     """
     if not _may_be_rounded_otherwise(one, first):
         return
-    read = one.ops.folded.read(one.op, one.operation.target)
+    read = one.call.ops.folded.read(one.call.op, one.operation.target)
     if read is not None:
         operation, runs = read
         folded = one.read(operation, one.reference.native, runs=runs)
-        yield folded.replayed(one.claim.candidate)
+        yield folded.replayed(one.call.claim.candidate)
 
 
 def written_out(one: OneOp, first: ReplayedTensor | None) -> Iterator[ReplayedTensor]:
@@ -288,7 +286,7 @@ def written_out(one: OneOp, first: ReplayedTensor | None) -> Iterator[ReplayedTe
     what the candidate's own ops make, with a rounding after each of them.
     """
     # What is periodic is not among them: a coarse argument of a sine is a mistake, not a rounding.
-    claim, traits = one.claim, traits_of(one.claim.node)
+    claim, traits = one.call.claim, traits_of(one.call.claim.node)
     if first is None or claim.own is None or not traits.relative_to_argument or traits.is_periodic:
         return
     own, given, right = claim.own(claim.node), one.operation.args[0], one.operation.exact
@@ -306,38 +304,17 @@ def written_out(one: OneOp, first: ReplayedTensor | None) -> Iterator[ReplayedTe
 
 
 def _may_be_in_any_order(one: OneOp) -> bool:
-    return one.is_float and one.ops.values.compiled and is_unordered(one.op)
+    return one.is_float and one.call.ops.values.compiled and is_unordered(one.call.op)
 
 
 def _may_be_rounded_otherwise(one: OneOp, first: ReplayedTensor | None) -> bool:
     """Whether another kernel may have rounded inputs otherwise: what is no number was not rounded."""
     is_number = first is not None and first.judgement.noise_ratio is not None
-    return is_number and one.is_float and one.ops.values.compiled and not is_unordered(one.op)
+    return is_number and one.is_float and one.call.ops.values.compiled and not is_unordered(one.call.op)
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """One of the list.
-
-    Attributes:
-        name: In a few words.
-        replays: Yields what it finds; nothing where it does not apply. Its docstring says what proof it needs.
-        is_exemption: Whether what it explains is excluded and counted, rather than right.
-    """
-
-    name: str
-    replays: Callable[[OneOp, ReplayedTensor | None], Iterator[ReplayedTensor]]
-    is_exemption: bool = False
-
-
-EXPLANATIONS = (
-    Explanation("as read", as_read),
-    Explanation("in any order", in_any_order, is_exemption=True),
-    Explanation("another choice", another_choice, is_exemption=True),
-    Explanation("computed again", computed_again),
-    Explanation("weights folded", weights_folded),
-    Explanation("written out", written_out),
-)
+EXPLANATIONS = (as_read, in_any_order, another_choice, computed_again, weights_folded, written_out)
+"""Each yields what it finds, and nothing where it does not apply. Its docstring says what proof it needs."""
 
 
 def replayed(call: CandidateCall) -> ReplayedTensor | None:
@@ -346,7 +323,7 @@ def replayed(call: CandidateCall) -> ReplayedTensor | None:
     One comparison proves what is bitwise equal to what the program's own kernel makes of the same values.
     """
     if call.is_reproduced():
-        return ReplayedTensor(Judgement("identical", 0.0, None), call.predicted, partial(_judged_again, call))
+        return _identical(lambda: call)
     one = call.in_float64()
     return None if one is None else explained(one)
 
@@ -359,21 +336,23 @@ def proven(claim: Claim, ops: Ops) -> ReplayedTensor:
         assert found is not None  # the baseline has computed it of the same values
         return found
 
-    identical = Judgement("identical", 0.0, None)
-    return ReplayedTensor(identical, lambda: call().predicted(), lambda result: _judged_again(call(), result))
+    return _identical(call)
 
 
-def _judged_again(call: CandidateCall, result: torch.Tensor) -> Judgement:
-    one = call.in_float64()
-    return call.by_native().judge(result) if one is None else _explained_again(one, result)
+def _identical(call: Callable[[], CandidateCall]) -> ReplayedTensor:
+    def again(result: torch.Tensor) -> Judgement:
+        one = call().in_float64()
+        return call().by_native().judge(result) if one is None else _explained_again(one, result)
+
+    return ReplayedTensor(Judgement("identical", 0.0, None), lambda: call().predicted(), again)
 
 
 def explained(one: OneOp) -> ReplayedTensor | None:
     """Return the first explanation of the candidate's tensor that holds; the first of all where none does."""
     first = None
     for explanation in EXPLANATIONS:
-        for found in explanation.replays(one, first):
-            found = replace(found, explanation=explanation.name, again=partial(_explained_again, one))
+        for found in explanation(one, first):
+            found = replace(found, explanation=explanation.__name__, again=partial(_explained_again, one))
             if found.judgement.verdict not in FLAGGED:
                 return found
             first = first or found
@@ -381,7 +360,7 @@ def explained(one: OneOp) -> ReplayedTensor | None:
 
 
 def _explained_again(one: OneOp, result: torch.Tensor) -> Judgement:
-    found = explained(replace(one, claim=replace(one.claim, candidate=result)))
+    found = explained(replace(one, call=replace(one.call, claim=replace(one.call.claim, candidate=result))))
     assert found is not None  # the same explanations are tried
     return found.judgement
 

@@ -18,6 +18,7 @@ from glassengine.numerics.float64 import (
     Operation,
     Roundoff,
     in_double,
+    is_real,
     retargeted,
     target_of,
 )
@@ -173,17 +174,13 @@ class Values:
         reader = self._operands.get(op.name)
         if reader is None:
             return args, None
-        values: list[Any] = []
-        slack: dict[int, torch.Tensor] = {}
-        for place, (source, value) in enumerate(zip(op.args, args, strict=True)):
-            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-            if is_float and isinstance(source, Node) and source.name not in self.constant:
-                found = reader(value)
-                slack[place] = found.slack
-                values.append(found.values)
-            else:
-                values.append(value)
-        return tuple(values), _room(op, values, slack)
+        read = {
+            place: reader(value)
+            for place, (source, value) in enumerate(zip(op.args, args, strict=True))
+            if is_real(value) and isinstance(source, Node) and source.name not in self.constant
+        }
+        values = [read[place].values if place in read else value for place, value in enumerate(args)]
+        return tuple(values), _room(op, values, {place: found.slack for place, found in read.items()})
 
     def narrowed(self, op: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return what the candidate fed to its op, weights in its own dtype."""
@@ -192,8 +189,7 @@ class Values:
 
     def _narrow(self, node: Node) -> Any:
         value = self.of(node)
-        is_weight = isinstance(value, torch.Tensor) and value.is_floating_point() and node.name in self.constant
-        return value.to(self.dtype) if is_weight else value
+        return value.to(self.dtype) if is_real(value) and node.name in self.constant else value
 
     def lacks_inputs(self, node: Node) -> bool:
         """Whether a tensor that the op reads was not observed; lists and sizes are what they are made of."""
@@ -217,7 +213,7 @@ class Values:
                 weight = self._weights.get(source.name)
                 if weight is not None and self.dtype is not None and _is_finer(weight.dtype, self.dtype):
                     of_weights.add(self.dtype)
-            elif isinstance(value, torch.Tensor) and value.is_floating_point():
+            elif is_real(value):
                 of_inputs.add(value.dtype)
         if not self.compiled or reads_memory(op, result.shape, self._wide_operands):
             of_inputs = set()
@@ -238,7 +234,7 @@ class Values:
     def _to_come(self, source: Node) -> set[torch.dtype]:
         """Dtype of an input that the baseline rounds and the candidate keeps finer: it may round it later."""
         value = self.observed.get(source.name)
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not is_tensor_node(source):
+        if not is_real(value) or not is_tensor_node(source):
             return set()
         own: torch.dtype = source.meta["val"].dtype
         is_of_a_finer_model = self.dtype is not None and _is_finer(self.dtype, own)
@@ -246,9 +242,8 @@ class Values:
 
     def roundoff_of_inputs(self, op: Node) -> float:
         """Return the unit roundoff of the coarsest tensor that the candidate fed to an op; 0 for none."""
-        values = [self.observed.get(source.name) for source in op.all_input_nodes]
-        floats = [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]
-        return max((unit_roundoff(value.dtype) for value in floats), default=0.0)
+        values = (self.observed.get(source.name) for source in op.all_input_nodes)
+        return max((unit_roundoff(value.dtype) for value in values if is_real(value)), default=0.0)
 
 
 def _is_finer(dtype: torch.dtype, other: torch.dtype) -> bool:
@@ -265,7 +260,7 @@ def _room(op: Node, values: Sequence[Any], slack: Mapping[int, torch.Tensor]) ->
     def of(place: int, value: Any) -> Any:
         if place in slack:
             return slack[place][..., some].double()
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        if not is_real(value):
             return value
         return value[..., some].double().abs() if value.dim() > 1 else torch.zeros_like(value, dtype=torch.float64)
 

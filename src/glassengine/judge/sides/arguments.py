@@ -203,9 +203,9 @@ class _Match:
     def resolved(self) -> tuple[Sequence[Step], Arguments]:
         known = {parameter.name for parameter in self._parameters}
         first = self._steps[0]
-        tensors = [name for name, value in first.items() if _holds_tensors(value)]
         named = [name for name in first if name in known]
-        free = [name for name in tensors if name not in known]
+        leaves = {name: pytree.tree_leaves(value) for name, value in first.items() if name not in known}
+        free = [name for name, parts in leaves.items() if any(isinstance(part, torch.Tensor) for part in parts)]
         renamed: dict[str, str] = {}
         missing = [p for p in self._parameters if p.is_required and p.name not in first]
         for name in _numbers_of(first, known):
@@ -226,7 +226,7 @@ class _Match:
             steps = without_inputs(self._steps, left, self._baseline, self._takes()) if left else self._steps
         except IncomparableError:
             # Where the baseline cannot do without it, it is some argument of a forward that can.
-            arguments = self._in_stages(base, free, missing, self._optional(), is_left=False)
+            arguments = self._in_stages(base, free, missing, is_left=False)
             if any(name not in arguments.names for name in left):
                 raise
             steps = self._steps
@@ -246,26 +246,25 @@ class _Match:
         optional = [p for p in self._parameters if p.name not in self._steps[0]]
         if not free or not optional:
             return plain
-        used = self._uses(self._candidate.module, plain.names)
+        used = self._uses(self._candidate.module, plain.of(self._steps[0]))
         ports = [] if used is None else [name for name, use in used.items() if use.is_read]
         unread = [name for name in free if not any(is_of(port, name) for port in ports)]
         if not unread:
             return plain
         read = {name: name for name in free if name not in unread}
         try:
-            found = self._best(Arguments({**base.names, **read}, base.fixed), unread, [])
+            found = self._best(replace(base, names={**base.names, **read}), unread, [])
         except IncomparableError:
             return plain
         return found if all(name in found.names for name in unread) else plain
 
     def _best(self, base: Arguments, free: Sequence[str], missing: Sequence[_Parameter]) -> Arguments:
         """Return the assignment of free inputs to arguments that runs, and of several the one that is used alike."""
-        optional = self._optional()
-        attempts = list(itertools.islice(self._assignments(base, free, missing, optional), _MOST_TRIED + 1))
+        attempts = list(itertools.islice(self._assignments(base, free, missing, self._optional()), _MOST_TRIED + 1))
         if len(attempts) > _MOST_TRIED:
             # What has a default may be needed all the same: then all are given at once.
             with contextlib.suppress(IncomparableError):
-                return self._in_stages(base, free, missing, optional)
+                return self._in_stages(base, free, missing)
         running: list[Arguments] = []
         for attempt in attempts[:_MOST_TRIED]:
             if self._runs(attempt):
@@ -273,17 +272,11 @@ class _Match:
                 if len(free) == 1 and missing and len(attempt.names) == len(base.names) + 1:
                     break
         if not running:
-            raise self._no_way(free, missing)
+            raise self._no_way()
         return self._most_alike(running)
 
     def _in_stages(
-        self,
-        base: Arguments,
-        free: Sequence[str],
-        missing: Sequence[_Parameter],
-        optional: Sequence[_Parameter],
-        *,
-        is_left: bool = True,
+        self, base: Arguments, free: Sequence[str], missing: Sequence[_Parameter], *, is_left: bool = True
     ) -> Arguments:
         """Return what a forward of very many arguments is given: what it needs, then one by one what it uses alike.
 
@@ -291,20 +284,20 @@ class _Match:
         """
         running = [one for one in self._assignments(base, free, missing, ()) if self._runs(one)]
         if not running:
-            raise self._no_way(free, missing)
+            raise self._no_way()
         found = self._most_alike(running)
         for name in free:
             if name in found.names:
                 continue
             taken = {*found.names.values(), *found.fixed}
-            left = [p.name for p in optional if p.name not in taken]
+            left = [p.name for p in self._optional() if p.name not in taken]
             more = [replace(found, names={**found.names, name: other}) for other in left]
             fitting = [one for one in more if self._runs(one)]
             found = self._most_alike([found, *fitting] if is_left or not fitting else fitting)
         return found
 
     def _most_alike(self, running: Sequence[Arguments]) -> Arguments:
-        ours = self._uses(self._baseline.module, {name: name for name in self._steps[0]}) if len(running) > 1 else None
+        ours = self._uses(self._baseline.module, self._steps[0]) if len(running) > 1 else None
         if ours is None:
             return running[0]
         # Of equal ones the first, which keeps the order.
@@ -331,15 +324,16 @@ class _Match:
 
     def _runs(self, arguments: Arguments) -> bool:
         try:
-            run_alone(self._candidate.module, arguments.of(_with_own(self._steps[:1], arguments)[0]))
+            run_alone(self._candidate.module, self._given(arguments))
         except Exception as error:  # the model's own code may raise anything
             self._failure = self._failure or error
             return False
         return True
 
-    def _uses(self, module: nn.Module, names: Mapping[str, str], step: Step | None = None) -> dict[str, Use] | None:
-        arguments = Arguments({**names})
-        given = arguments.of(self._steps[0] if step is None else step)
+    def _given(self, arguments: Arguments) -> dict[str, Any]:
+        return arguments.of(_with_own(self._steps[:1], arguments)[0])
+
+    def _uses(self, module: nn.Module, given: Step) -> dict[str, Use] | None:
         copied = pytree.tree_map_only(torch.Tensor, torch.clone, given)
         try:
             return uses_of(lambda: run_alone(module, copied, are_copies=True), named_inputs(copied))
@@ -347,20 +341,16 @@ class _Match:
             return None
 
     def _likeness(self, arguments: Arguments, ours: Mapping[str, Use]) -> int:
-        step = {**_with_own(self._steps[:1], arguments)[0], **arguments.fixed}
-        names = {**arguments.names, **{name: name for name in arguments.fixed}}
-        theirs = self._uses(self._candidate.module, names, step)
+        theirs = self._uses(self._candidate.module, self._given(arguments))
         if theirs is None:
             return -1
         pairs = {name: (use, ours.get(arguments.ours(name), Use())) for name, use in theirs.items()}
-        return likeness(
-            pairs, {p.name for p in self._parameters if not p.is_required} - {*self._steps[0], *arguments.own}
-        )
+        return likeness(pairs, {p.name for p in self._optional()}.difference(arguments.own))
 
     def _takes(self) -> str:
         return f"a forward of {', '.join(p.name for p in self._parameters) or 'no arguments'}"
 
-    def _no_way(self, free: Sequence[str], missing: Sequence[_Parameter]) -> IncomparableError:
+    def _no_way(self) -> IncomparableError:
         first = self._steps[0]
         shapes = ", ".join(f"{name} {list(leaf.shape)}" for name, leaf in named_inputs(first).items())
         if not is_pretrained(self._baseline.module):  # whose inputs may be tokens in another form
@@ -417,7 +407,3 @@ def _numbers_of(step: Step, known: set[str]) -> list[str]:
         for name, value in step.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in known
     ]
-
-
-def _holds_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))

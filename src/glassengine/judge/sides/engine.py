@@ -25,6 +25,7 @@ from glassengine.judge.end_to_end import results_of
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.program import ProgramSide
 from glassengine.judge.sides.protocol import Collective, Observed, Side
+from glassengine.numerics.mask_values import same_where
 from glassengine.program.parallel.placements import Placement, ShardPlacement, shard_of, whole_of
 from glassengine.program.parallel.rewrite import Layout, is_sum
 from glassengine.program.parallel.stages import HANDED
@@ -67,8 +68,7 @@ class EngineSide(Side):
 
     def begin(self, case: Case) -> None:
         """Open a session for the case."""
-        if self.replay is not None:
-            self.replay.begin()
+        super().begin(case)
         self._case = case
         self._session = None
         if case.input_ids is not None:
@@ -166,20 +166,10 @@ class RanksSide(ProgramSide):
                 own = programs[place].caches
                 self._own[stage, place] = {past: found[present] for past, present in own.items()}
                 handed[place] = found
-        self._values = {}
-        made = {name for seen in self._seen for name in seen}
-        for node in self._wanted & made:
-            value = self._together(node)
-            if value is not None:
-                self._values[node] = value
-        self.arranged.begin_step({**named, **whole})
-        if self.replay is not None:
-            known = ((ours, own) for ours, own in self.counterparts.items() if own in self._values)
-            values = {ours: self.arranged(ours, self._values[own]) for ours, own in known}
-            self.replay.begin_step(inputs, values, whole)
+        self._values = self._wholes({node: node for node in self._wanted})
+        self.hand_over(inputs, {**named, **whole}, whole)
         nodes = self.program.output_nodes
-        presents = ((past, self._together(nodes[present])) for past, present in self.program.caches.items())
-        self._caches = {past: value for past, value in presents if value is not None}
+        self._caches = self._wholes({past: nodes[present] for past, present in self.program.caches.items()})
         self._results = {name: handed[0][name] for name in results_of(self.program) if name in handed[0]}
 
     def _fed(
@@ -223,6 +213,11 @@ class RanksSide(ProgramSide):
     def _parts_of(self, node: str) -> list[Tensor]:
         return [seen[node] for seen in self._seen if isinstance(seen.get(node), Tensor)]
 
+    def _wholes(self, named: Mapping[str, str]) -> dict[str, Tensor]:
+        """Return by the same names what the ranks have of nodes, put together; without what cannot be."""
+        wholes = ((name, self._together(node)) for name, node in named.items())
+        return {name: whole for name, whole in wholes if whole is not None}
+
     def _together(self, node: str) -> Tensor | None:
         parts, cut = self._parts_of(node), self._cut(node)
         if len(parts) < self.places:
@@ -244,7 +239,7 @@ class RanksSide(ProgramSide):
             *(
                 Observed(self.arranged(node, value), f"rank {self._rank(own, place)}: {found[0].site}", found[0].method)
                 for place, value in enumerate(others, 1)
-                if not torch.equal(value, first) and not _both_nan(value, first)
+                if not same_where(value, first, None)
             ),
         ]
 
@@ -262,18 +257,15 @@ class RanksSide(ProgramSide):
         if self.places == 1:
             return self._rank(own, 0), ()
         hints = tuple(self._hints(node, parts, cut, expected))
+        should = dict.fromkeys(range(self.places), expected)
         if cut is not None:
-            shares = [shard_of(expected, cut, self.places, place) for place in range(self.places)]
+            should = {place: shard_of(expected, cut, self.places, place) for place in should}
         elif step is not None and step.partial:
-            terms = [(self._seen[place].get(f"{own}_partial"), self._term(own, place)) for place in range(self.places)]
+            terms = [(self._seen[place].get(f"{own}_partial"), self._term(own, place)) for place in should]
             known = [(made, term) for made, term in terms if made is not None and term is not None]
             if len(known) == self.places and any(_differs(made, term) for made, term in known):
-                parts, shares = [made for made, _ in known], [term for _, term in known]
-            else:
-                shares = [expected] * self.places
-        else:
-            shares = [expected] * self.places
-        wrong = [place for place, part in enumerate(parts) if _differs(part, shares[place])]
+                parts, should = [made for made, _ in known], dict(enumerate(term for _, term in known))
+        wrong = [place for place, part in enumerate(parts) if _differs(part, should[place])]
         return (self._rank(own, wrong[0]) if len(wrong) == 1 else None), hints
 
     def _term(self, own: str, place: int) -> Tensor | None:
@@ -338,10 +330,7 @@ def _said(kind: Kind, evidence: str, text: str) -> Hint:
 
 
 def _empty(program: Program, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    sizes: dict[int | str, int] = {
-        "batch": named["input_ids"].shape[0],
-        "cache": named["attention_mask"].shape[1],
-    }
+    sizes = dict(zip(("batch", "cache"), named["attention_mask"].shape, strict=True))
     return {
         port.name: torch.zeros(
             [size if isinstance(size, int) else sizes[size] for size in port.shape], dtype=getattr(torch, port.dtype)
@@ -359,11 +348,3 @@ def _differs(part: Tensor, share: Tensor) -> bool:
     share = share.to(torch.float64)
     error = (part.to(torch.float64) - share).abs().nan_to_num(torch.inf)
     return float(error.max() if error.numel() else 0.0) > _FAR * float(share.abs().max() if share.numel() else 1.0)
-
-
-def _both_nan(one: Tensor, other: Tensor) -> bool:
-    return (
-        one.is_floating_point()
-        and torch.equal(one.nan_to_num(0.0), other.nan_to_num(0.0))
-        and torch.equal(one.isnan(), other.isnan())
-    )

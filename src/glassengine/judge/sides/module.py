@@ -16,7 +16,7 @@ from glassengine.errors import GlassError, IncomparableError
 from glassengine.judge.cases import Case, Given, StepInputs, by_name, taken_by
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.arguments import Arguments
-from glassengine.judge.sides.protocol import Baseline, Guarantee, Observed, Place, Side, float_nodes
+from glassengine.judge.sides.protocol import Guarantee, Observed, Place, Side, float_nodes
 from glassengine.judge.site_pairs import SitePair
 from glassengine.program.kinds.causal_lm import accepted, cache_argument, cache_tensors, expert_modules, forget
 from glassengine.program.representation.program import Program
@@ -45,22 +45,20 @@ class ModuleSide(Side):
     place: Place = field(default=Place.PROGRAM, kw_only=True)
     guarantee: Guarantee = field(default=Guarantee.SEGMENTS, kw_only=True)
     replay: Replay | None = field(default=None, kw_only=True)
-    beside: Baseline | None = field(default=None, kw_only=True)
+    beside: Side | None = field(default=None, kw_only=True)
     arguments: Arguments | None = field(default=None, kw_only=True)
     state: ModuleState | None = field(default=None, kw_only=True)
     training: Collection[str] = field(default=(), kw_only=True)
-    _results: Mapping[str, torch.Tensor] = field(default_factory=dict, init=False)
     _values: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
     _cache: Any = field(default=None, init=False)
     _steps: int = field(default=0, init=False)
 
     def begin(self, case: Case) -> None:
         """Start with an empty cache."""
+        super().begin(case)
         self._cache = None
         self._values, self._results = {}, {}
         self._steps = 0
-        if self.replay is not None:
-            self.replay.begin()
 
     def step(self, inputs: Given) -> None:
         """Run one forward, as `generate()` would.
@@ -127,12 +125,8 @@ class ModuleSide(Side):
         return returned
 
     def module_outputs(self) -> Mapping[str, torch.Tensor]:
-        """Return what modules and taps made in the current step so far, by site."""
+        """Return what modules and taps made in the current step so far."""
         return self._values
-
-    def results(self) -> Mapping[str, torch.Tensor]:
-        """Return what the forward returned."""
-        return self._results
 
     def decode(self, inputs: StepInputs, seen: int) -> tuple[torch.Tensor, Any]:
         """Run one step with transformers' own cache.

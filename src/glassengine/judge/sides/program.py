@@ -12,8 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.fx import Interpreter, Node
-from torch.fx.node import map_arg
+from torch.fx import Node
 
 from glassengine.backends.calibration import kernels_of
 from glassengine.capture.observers import run_program
@@ -21,6 +20,7 @@ from glassengine.errors import BackendError, UnknownNameError, UsageError, first
 from glassengine.frontends.eager_debug import OpRunner
 from glassengine.judge.cases import Case, Given, StepInputs, by_name, empty_caches
 from glassengine.judge.end_to_end import results_of
+from glassengine.judge.pieces import AnyLayout, cut
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.arguments import Arguments
 from glassengine.judge.sides.module import ModuleSide
@@ -28,7 +28,6 @@ from glassengine.judge.sides.protocol import RUNTIME, Arranged, Guarantee, Obser
 from glassengine.judge.site_pairs import SitePair
 from glassengine.numerics.float64 import Accumulation
 from glassengine.program import LoadedModel
-from glassengine.program.representation.naming import of_any_layout
 from glassengine.program.representation.program import Program
 
 _WHILE = re.compile(r"While executing (%\w+)")
@@ -53,16 +52,14 @@ class ProgramSide(Side):
     remembered: Mapping[str, torch.Tensor] = field(default_factory=dict, kw_only=True)
     grafts: Grafts | None = field(default=None, kw_only=True)
     _values: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
-    _results: Mapping[str, torch.Tensor] = field(default_factory=dict, init=False)
     _caches: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
     _wanted: frozenset[str] = field(default=frozenset(), init=False)
 
     def begin(self, case: Case) -> None:
         """Start with an empty cache."""
+        super().begin(case)
         self._values, self._caches = {}, {}
         self._wanted = self.observable()
-        if self.replay is not None:
-            self.replay.begin()
 
     def observable(self) -> frozenset[str]:
         """Return the nodes of `program` whose values are kept."""
@@ -75,17 +72,17 @@ class ProgramSide(Side):
         fed = {**named, **self._caches}
         self._values = {}
         outputs = self.run(fed)
+        self.hand_over(inputs, fed, self._caches)
+        self._caches = {past: outputs[present] for past, present in self.program.caches.items()}
+        self._results = {name: outputs[name] for name in results_of(self.program)}
+
+    def hand_over(self, inputs: Given, fed: Mapping[str, torch.Tensor], caches: Mapping[str, torch.Tensor]) -> None:
+        """Give what was made in a step, of inputs and caches, to the replay."""
         self.arranged.begin_step(fed)
         if self.replay is not None:
             made = ((ours, own) for ours, own in self.counterparts.items() if own in self._values)
             values = {ours: self.arranged(ours, self._values[own]) for ours, own in made}
-            self.replay.begin_step(inputs, {**values, **self.remembered}, self._caches)
-        self._caches = {past: outputs[present] for past, present in self.program.caches.items()}
-        self._results = {name: outputs[name] for name in results_of(self.program)}
-
-    def results(self) -> Mapping[str, torch.Tensor]:
-        """Return what the program returned."""
-        return self._results
+            self.replay.begin_step(inputs, {**values, **self.remembered}, caches)
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run one step, handing every computed node to `keep`; return the program's outputs by name."""
@@ -130,13 +127,10 @@ class OpByOpSide(ProgramSide):
         return {name: results[node] for name, node in self.program.output_nodes.items()}
 
 
-class _Alone(Interpreter):
+class _Alone(AnyLayout):
     def __init__(self, side: OpByOpSide) -> None:
         super().__init__(side.program.exported.graph_module)
         self._side = side
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return super().call_function(of_any_layout(target), args, kwargs)
 
     def run_node(self, n: Node) -> Any:
         side = self._side
@@ -174,10 +168,6 @@ class SourceSide(Side):
     def chooser(self) -> ModuleSide:
         """Return a side of the same module, to be run without being judged."""
         return ModuleSide(self.module, self.program)
-
-    def module_outputs(self) -> Mapping[str, torch.Tensor]:
-        """Return nothing: a file knows no modules."""
-        return {}
 
     def begin(self, case: Case) -> None:
         """Forget the values of an earlier case."""
@@ -244,7 +234,7 @@ class Grafts:
         self._baseline, self._pairs, self._arranged = baseline, pairs, arranged
         ours = {site.name: node for node in pairs for site in baseline.sites.by_node.get(node, ())}
         theirs = {pair.candidate.name: node for node, pair in pairs.items()}
-        self._grafted: dict[str, str] = {}
+        self._grafted: dict[str, Node] = {}
         for site in sites:
             node = ours.get(site, theirs.get(site))
             if node is None:
@@ -253,8 +243,7 @@ class Grafts:
                 raise UsageError(
                     "a tensor in other dimensions cannot be grafted", got=site, hint="graft an op below it"
                 )
-            self._grafted[pairs[node].candidate.node] = node
-        self._own = {node.name: node for node in baseline.graph.nodes}
+            self._grafted[pairs[node].candidate.node] = baseline.node(node)
 
     def run(
         self, program: Program, inputs: Mapping[str, torch.Tensor], keep: Callable[[Node, Any], None]
@@ -265,9 +254,10 @@ class Grafts:
         known: dict[str, Any] = {port.node: inputs[port.name] for port in self._baseline.inputs if port.name in inputs}
 
         def graft(node: Node, value: Any) -> Any:
-            ours = self._grafted.get(node.name)
-            if ours is not None:
-                made = self._computed(self._own[ours], {**weights, **known})
+            if node.name in self._grafted:
+                values = {**weights, **known}
+                piece = cut([self._grafted[node.name]], values, values.keys())
+                made = None if piece is None else piece.run()[0]
                 if isinstance(made, torch.Tensor) and isinstance(value, torch.Tensor) and made.shape == value.shape:
                     value = made.to(value.dtype)
             if node.name in wanted and isinstance(value, torch.Tensor):
@@ -276,23 +266,3 @@ class Grafts:
 
         self._arranged.begin_step(inputs)
         return run_program(program, inputs, keep, graft)
-
-    def _computed(self, node: Node, known: Mapping[str, Any]) -> Any:
-        """Return what an op of the baseline makes of values that are known, through ops between; None where unknown."""
-        values: dict[str, Any] = dict(known)
-        # An op that is grafted again in a later step is computed, whatever the candidate had.
-        values.pop(node.name, None)
-        waiting = [node]
-        while waiting:
-            one = waiting[-1]
-            missing = [item for item in one.all_input_nodes if item.name not in values]
-            if missing:
-                if any(item.op != "call_function" for item in missing):
-                    return None
-                waiting += missing
-                continue
-            args, kwargs = map_arg((one.args, one.kwargs), lambda item: values[item.name])
-            with torch.no_grad():
-                values[one.name] = of_any_layout(one.target)(*args, **kwargs)
-            waiting.pop()
-        return values[node.name]

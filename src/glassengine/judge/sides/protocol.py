@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,21 +74,11 @@ class Arranged:
 
     def _shape(self, node: Node) -> list[int] | None:
         """Return the shape of a node in this step; None where the inputs do not say."""
-        shape = []
-        for size in node.meta["val"].shape:
-            known = self._of(size.node.expr) if isinstance(size, torch.SymInt) else size
-            if known is None:
-                return None
-            shape.append(known)
-        return shape
-
-    def _of(self, size: Any) -> int | None:
-        if size not in self._sizes:
-            found = size.subs({known: value for known, value in self._sizes.items() if known.is_Symbol})
-            if not found.is_Integer:
-                return None
-            self._sizes[size] = int(found)
-        return self._sizes[size]
+        sizes = node.meta["val"].shape
+        try:
+            return [int(one.node.expr.xreplace(self._sizes)) if isinstance(one, torch.SymInt) else one for one in sizes]
+        except TypeError:  # a size that is still a symbol
+            return None
 
 
 def float_nodes(program: Program, kinds: Sequence[str], *, without: tuple[str, ...] = ()) -> set[str]:
@@ -218,16 +208,6 @@ class Observed:
     method: str
 
 
-class Baseline(Protocol):
-    """What the side of the unchanged baseline does beside being judged."""
-
-    def chooser(self) -> Side:
-        """Return a side of the same model that is not judged, to choose the same tokens once more."""
-
-    def module_outputs(self) -> Mapping[str, torch.Tensor]:
-        """Return what modules and taps made in the current step so far, by site."""
-
-
 @dataclass
 class Side(ABC):
     """One implementation under judgement.
@@ -257,6 +237,7 @@ class Side(ABC):
     logits: torch.Tensor | None = field(default=None, kw_only=True)
     written: Mapping[str, torch.Tensor] | None = field(default=None, init=False)
     plain: Mapping[str, Any] = field(default_factory=dict, init=False)
+    _results: Mapping[str, torch.Tensor] = field(default_factory=dict, init=False)
 
     @property
     def level(self) -> str:
@@ -297,9 +278,10 @@ class Side(ABC):
         """Return the nodes of the baseline's program that the coverage of this side is a share of."""
         return float_nodes(baseline, ("op",))
 
-    @abstractmethod
     def begin(self, case: Case) -> None:
         """Forget everything of an earlier case."""
+        if self.replay is not None:
+            self.replay.begin()
 
     @abstractmethod
     def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
@@ -313,9 +295,13 @@ class Side(ABC):
         tensor.
         """
 
-    @abstractmethod
     def results(self) -> Mapping[str, torch.Tensor]:
         """Return what came out of the current step, by this side's own names and in its order, caches left out."""
+        return self._results
+
+    def module_outputs(self) -> Mapping[str, torch.Tensor]:
+        """Return what modules and taps made in the current step so far, by site; nothing of what knows no modules."""
+        return {}
 
     def results_by_node(self, baseline: Program) -> dict[str, torch.Tensor]:
         """Return the results of a side that is observed by the names of the baseline's own nodes."""

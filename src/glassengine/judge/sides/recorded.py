@@ -12,7 +12,7 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from glassengine.compare.loader import assembled
 from glassengine.compare.matching.maps import MapRule, TensorMap, steps_of
 from glassengine.compare.matching.matching import pair_names
 from glassengine.errors import IncomparableError, UsageError, nearest
-from glassengine.judge.cases import Case, Given, Inputs, StepInputs, by_name, empty_caches
+from glassengine.judge.cases import Case, Given, Inputs, StepInputs, by_name, empty_caches, padded_case
 from glassengine.judge.end_to_end import results_of
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.module import ModuleSide
@@ -110,14 +110,8 @@ class RecordedTensors:
 
     def names(self, site: Site) -> tuple[tuple[str, ...], MapRule | None] | None:
         """Return what the record calls a site; by its own name first, then by that of its node."""
-        return next(
-            (
-                self._by_name[name]
-                for name in (site.name, site.node, *other_spellings(site.name))
-                if name in self._by_name
-            ),
-            None,
-        )
+        spellings = (site.name, site.node, *other_spellings(site.name))
+        return next((self._by_name[name] for name in spellings if name in self._by_name), None)
 
     def has_rule(self, site: Site) -> bool:
         """Whether a rule names a site by its own name: what a module is given, say, whichever op has made it."""
@@ -125,7 +119,9 @@ class RecordedTensors:
 
     def read(self, site: Site, step: int, inputs: Given) -> Observed | None:
         """Return the value of a site in a step, None where there is none, or not of every position."""
-        return self._aligned(self._read(site, step), site, inputs)
+        found = self._read(site, step)
+        value = None if found is None else self._aligned(found.tensor, site, inputs)
+        return None if found is None or value is None else replace(found, tensor=value)
 
     def results(self, step: int, inputs: Given) -> dict[str, Tensor]:
         """Return the results of a step, perhaps of the last positions alone, as `generate` of transformers asks."""
@@ -133,19 +129,18 @@ class RecordedTensors:
         for result in results_of(self._program):
             sites = self._program.sites.by_node.get(self._program.output_nodes[result], ())
             entry = self._places.get((self.called[result].name, step)) if result in self.called else None
-            read = [] if entry is not None else [one.tensor for site in sites if (one := self._read(site, step))]
-            value = self.source.tensor(entry) if entry is not None else next(iter(read), None)
+            read = (one.tensor for site in sites if (one := self._read(site, step)) is not None)
+            value = next(read, None) if entry is None else self.source.tensor(entry)
             if value is not None:
                 is_flat = bool(sites) and isinstance(inputs, StepInputs)
                 results[result] = _by_rows(value, sites[0], inputs) if is_flat else value  # type: ignore[arg-type]
         return results
 
-    def _aligned(self, found: Observed | None, site: Site, inputs: Given) -> Observed | None:
-        if found is not None:
-            found = Observed(_by_tokens(found.tensor, site), found.site, found.method)
-        if found is None or not isinstance(inputs, StepInputs):
-            return found
-        value = _by_rows(found.tensor, site, inputs)
+    def _aligned(self, value: Tensor, site: Site, inputs: Given) -> Tensor | None:
+        value = _by_tokens(value, site)
+        if not isinstance(inputs, StepInputs):
+            return value
+        value = _by_rows(value, site, inputs)
         at, cache = site.axes.get("sequence"), site.axes.get("cache")
         if at is not None and at < value.dim() and value.shape[at] != inputs.input_ids.shape[1]:
             # `generate` of transformers asks for the logits of the last position alone.
@@ -154,7 +149,7 @@ class RecordedTensors:
         length = inputs.attention_mask.shape[1]
         if cache is not None and cache < value.dim() and value.shape[cache] > length:
             value = value.narrow(cache, 0, length)
-        return Observed(value, found.site, found.method)
+        return value
 
     def _read(self, site: Site, step: int) -> Observed | None:
         found = self.names(site)
@@ -187,8 +182,7 @@ def _by_tokens(value: Tensor, site: Site) -> Tensor:
     if value.dim() < 3 or len(site.shape) != value.dim() - 1 or site.axes.get("batch") == 0:
         return value
     merged = value.flatten(0, 1)
-    alike = all(not isinstance(size, int) or size == own for own, size in zip(merged.shape, site.shape, strict=True))
-    return merged if alike else value
+    return merged if _fits(merged.shape, site.shape) else value
 
 
 def _by_rows(value: Tensor, site: Site, inputs: StepInputs) -> Tensor:
@@ -252,7 +246,6 @@ class RecordedOps(Side):
     _values: dict[str, Observed] = field(default_factory=dict, init=False)
     _caches: dict[str, Tensor] = field(default_factory=dict, init=False)
     _step: int = field(default=-1, init=False)
-    _results: Mapping[str, Tensor] = field(default_factory=dict, init=False)
 
     @property
     def called(self) -> Mapping[str, NamedResult]:
@@ -261,9 +254,9 @@ class RecordedOps(Side):
 
     def begin(self, case: Case) -> None:
         """Start with the first step and an empty cache."""
+        super().begin(case)
         self._step, self._caches = -1, {}
         self.tensors = self.by_case.get(case.name, self.tensors)
-        self.replay.begin()
 
     def step(self, inputs: Given) -> None:
         """Read the next step."""
@@ -286,10 +279,6 @@ class RecordedOps(Side):
     def observed(self, node: str) -> list[Observed]:
         """Return what was recorded of `node`."""
         return [self._values[node]] if node in self._values else []
-
-    def results(self) -> Mapping[str, Tensor]:
-        """Return the results that were recorded."""
-        return self._results
 
 
 _PORT = r"(?:\.?:)?(?:{})[\s._:/\[\]'\"]*(.*?)['\"\]]*"
@@ -386,14 +375,16 @@ _MOST_READ = 64
 """Tensors of a record whose values are asked in which dtype they were computed."""
 
 
-def case_of(source: TensorSource, generation: GenerationKind) -> Case | None:
-    """Return what a record was made with; None where a plain module's record does not say.
+def case_of(source: TensorSource, generation: GenerationKind, given: Inputs = None) -> Case | None:
+    """Return what a record was made with beside inputs that are given; None where it does not say.
 
     Raises:
-        IncomparableError: A language model's record does not say it: on other tokens everything is another.
+        IncomparableError: A language model's record does not say it, and nothing is given: on other tokens everything
+            is another. Or it was made with others than those that are given.
     """
-    case = recorded_case(source)
-    if case is None and generation.decodes_tokens:
+    case = recorded_case(source) if given is None or generation.decodes_tokens else None
+    require_own(source, given, case)
+    if given is None and case is None and generation.decodes_tokens:
         raise IncomparableError(
             "the record does not say on which tokens it was made",
             got=f"{source.path}: no token ids of distinguishable rows",
@@ -487,17 +478,6 @@ def require_own(source: TensorSource, given: Inputs, own: Case | None = None) ->
                 )
 
 
-def given_case(source: TensorSource, model: LoadedModel, given: Inputs) -> Case | None:
-    """Return what a record of a language model was made with beside inputs that are given; None if it does not say.
-
-    Raises:
-        IncomparableError: It was made with others.
-    """
-    case = recorded_case(source) if model.generation.decodes_tokens else None
-    require_own(source, given, case)
-    return case
-
-
 def recorded_case(source: TensorSource) -> Case | None:
     """Return the prompts and tokens that a record of a language model was made with; None where it does not say.
 
@@ -515,15 +495,10 @@ def recorded_case(source: TensorSource) -> Case | None:
             got=f"steps {steps[:8]}, rows of {[len(row) for row in rows]} tokens, prompts of {lengths}",
             expected="all steps from the prefill on",
         )
-    longest = max(lengths)
-    ids = torch.zeros((len(rows), longest), dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        ids[index, longest - length :] = torch.tensor(row[:length])
-        mask[index, longest - length :] = 1
+    prompts = [torch.tensor(row[:length]) for row, length in zip(rows, lengths, strict=True)]
     following = [row[length : length + len(steps) - 1] for row, length in zip(rows, lengths, strict=True)]
-    tokens = torch.tensor(following)
-    return Case("recorded", len(steps), input_ids=ids, attention_mask=mask, tokens=tokens, origin="recorded")
+    case = padded_case("recorded", prompts, len(steps) - 1)
+    return replace(case, tokens=torch.tensor(following), origin="recorded")
 
 
 def _by_step(source: TensorSource) -> dict[int, dict[str, Entry]]:

@@ -27,6 +27,7 @@ from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.program import SourceSide
 from glassengine.judge.sides.protocol import Observed
 from glassengine.judge.sides.recorded import RecordedModules, RecordedTensors
+from glassengine.judge.site_pairs import walk
 from glassengine.program.representation.program import Program
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.layout.tensors import dtype_name
@@ -37,6 +38,7 @@ from glassengine.sites import Site
 _INPUT = ".:in"
 _SEVERAL = torch.empty(0, 0)
 """In place of a tensor that is another one in each rank: nothing is computed from it."""
+_LINEAR = (torch.ops.aten.linear.default,)
 _ROUNDINGS = 64
 """Units of rounding by which copies of one tensor may differ."""
 
@@ -177,12 +179,21 @@ class TensorsOfRanks(RecordedTensors):
         )
 
     def _wrong_term(self, node: Node, step: int, made: Tensor, expected: Tensor) -> tuple[int, Hint] | None:
-        read = next((arg for arg in node.args if isinstance(arg, Node)), None)
-        entries = [] if read is None else self._entries(read.name, step)
-        if not entries:
+        """Return the one rank whose term explains a wrong sum of a linear op, and what it did; None without one."""
+        read, weight = (one.name if isinstance(one, Node) else "" for one in (*node.args, None, None)[:2])
+        entries, table = self._entries(read, step), self._program.weights().get(weight)
+        if node.target not in _LINEAR or table is None or not entries:
             return None
-        parts = {rank: tensor for rank, tensor, _ in self.together.local_parts(entries[0])}
-        return wrong_term(node, self._program.weights(), parts, made, expected)
+        # Rank -> its columns of what the op reads, in the order of the weight's.
+        parts = {rank: tensor.double() for rank, tensor, _ in self.together.local_parts(entries[0])}
+        if len(parts) < 2 or sum(part.shape[-1] for part in parts.values()) != table.shape[1]:
+            return None
+        wide = expected.double()
+        error = error_of(made, wide)
+        for rank, text, added in _changes(table.double(), parts):
+            if error_of(made, wide + added) <= EXPLAINED * error:
+                return rank, Hint("other", f"rank {rank} {text}: that makes this sum, in all ranks", 0.95, "rank")
+        return None
 
     def _entry(self, site: Site, step: int) -> Entry | None:
         found = self.names(site)
@@ -214,14 +225,12 @@ class TensorsOfRanks(RecordedTensors):
 
     def _readers(self, step: int, node: Node) -> Iterator[str]:
         """Yield the nearest nodes below that were recorded."""
-        waiting, seen = list(node.users), set(node.users)
-        while waiting:
-            user = waiting.pop()
-            if (step, user.name) in self._standing:
-                yield user.name
-                continue
-            waiting += [other for other in user.users if other not in seen]
-            seen |= user.users.keys()
+
+        def is_recorded(one: Node) -> bool:
+            return one is not node and (step, one.name) in self._standing
+
+        below = walk([node], lambda one: () if is_recorded(one) else one.users)
+        return (one.name for one in below if is_recorded(one))
 
     def _entries(self, node: str, step: int) -> list[Entry]:
         found = (self._entry(site, step) for site in self._program.sites.by_node.get(node, ()))
@@ -271,32 +280,6 @@ class RecordedRanks(RecordedModules):
         """Return the rank whose part is wrong, and what explains it."""
         site = self.baseline.sites.get(observed.site)
         return (None, ()) if site is None else self.tensors.blamed(node, site, self._steps - 1, expected)
-
-
-_LINEAR = (torch.ops.aten.linear.default,)
-
-
-def wrong_term(
-    node: Node, weights: Mapping[str, Tensor], parts: Mapping[int, Tensor], made: Tensor, expected: Tensor
-) -> tuple[int, Hint] | None:
-    """Return the one rank whose term explains a wrong sum, and what it did; None where there is none.
-
-    Args:
-        node: A linear op of the baseline's program.
-        weights: Of the program, by node.
-        parts: Rank -> its columns of what the op reads, in the order of the weight's.
-        made: What all ranks have.
-        expected: What it should be.
-    """
-    weight = weights.get(node.args[1].name) if node.target in _LINEAR and isinstance(node.args[1], Node) else None
-    if weight is None or len(parts) < 2 or sum(part.shape[-1] for part in parts.values()) != weight.shape[1]:
-        return None
-    wide = expected.double()
-    error = error_of(made, wide)
-    for rank, text, added in _changes(weight.double(), {rank: part.double() for rank, part in parts.items()}):
-        if error_of(made, wide + added) <= EXPLAINED * error:
-            return rank, Hint("other", f"rank {rank} {text}: that makes this sum, in all ranks", 0.95, evidence="rank")
-    return None
 
 
 def _changes(weight: Tensor, parts: Mapping[int, Tensor]) -> Iterator[tuple[int, str, Tensor]]:

@@ -172,7 +172,7 @@ def exchanged(line: str, op: str, places: tuple[int, ...]) -> str | None:
         return None
     # The tensors of a list are counted one by one.
     lists = (argument.elts if isinstance(argument, (ast.List, ast.Tuple)) else [argument] for argument in call.args)
-    arguments = [*itertools.chain.from_iterable(lists)]
+    arguments = [argument for tensors in lists for argument in tensors]
     if len(arguments) <= max(places) or any(isinstance(argument, ast.Starred) for argument in arguments):
         return None
     a, b = sorted((arguments[place] for place in places), key=lambda argument: argument.col_offset)

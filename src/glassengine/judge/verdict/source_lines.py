@@ -186,13 +186,15 @@ class RegionEnds:
         """Return the lines of both sides that call the one line of an op otherwise, or do the op later."""
         if (later := done_later(self.own, self.there, self.counterparts)) is not None:
             between = next(origin_of(one) for one in later.all_input_nodes if self.there in ancestors(one))
-            beside = line_beside(self.own, next(iter(readers_of(self.own)), self.own)), line_beside(later, between)
-            is_one = code_of_line(beside[0]) == code_of_line(beside[1])
-            if is_one or not _is_of_both(self.baseline, beside[1]):
-                return None if beside[1] is None else (beside[0], beside[1])
-            return _parting(_frames(self.own), _frames(later)) or (beside[0], source_line(between) or beside[1])
-        ours, theirs = _frames(self.own), _frames(self.there)
-        return _parting(ours, theirs) if [*map(code_of_line, ours[:1])] == [*map(code_of_line, theirs[:1])] else None
+            ours = line_beside(self.own, next(iter(readers_of(self.own)), self.own))
+            theirs = line_beside(later, between)
+            if theirs is not None and code_of_line(ours) != code_of_line(theirs) and _is_of_both(self.baseline, theirs):
+                parting = _parting(_frames(self.own), _frames(later))
+                return parting or (ours, source_line(between) or theirs)
+            return None if theirs is None else (ours, theirs)
+        frames = _frames(self.own), _frames(self.there)
+        innermost = [[*map(code_of_line, lines[:1])] for lines in frames]
+        return _parting(*frames) if innermost[0] == innermost[1] else None
 
     def lines_of_region(self) -> tuple[str, str] | None:
         """Return the line of each side that the other has not, in the functions that run the ops of a region.
