@@ -49,16 +49,6 @@ def card(
     return "".join([*parts, "</div>"])
 
 
-def card_of(result: Any) -> str:
-    """Return the card of any result: its fields, long ones by their length."""
-    facts = {}
-    for field in dataclasses.fields(result):
-        value = getattr(result, field.name)
-        is_long = isinstance(value, (Sequence, Mapping)) and not isinstance(value, str) and len(value) > 4
-        facts[field.name] = f"{len(value):,} items" if is_long else value
-    return card(type(result).__name__, facts)
-
-
 def comparison_card(result: Any) -> str:
     """Return the card of a `Comparison`: the mistake, both sides with their values and lines, and the worst tensors."""
     first = result.first_divergence
