@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from glassengine.judge.hypotheses.explain import explain
 from glassengine.judge.hypotheses.trials.question import Question, noise_of
 from glassengine.judge.hypotheses.trials.trial import Trial
 from glassengine.judge.pieces import Piece
 from glassengine.results import Hint
+from tests.judge.hypotheses.asking import explain
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

@@ -15,8 +15,8 @@ is 1 for weights that are off at random and 0 for rounding, up to 1 / (|c| sqrt(
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -24,9 +24,8 @@ from torch.fx import Node
 
 from glassengine.judge.hypotheses.explain import hint_of
 from glassengine.judge.hypotheses.mistake_search import MistakeSearch
-from glassengine.judge.hypotheses.mistakes.arguments import fitting, is_whole, literals, same_op, with_value
-from glassengine.judge.hypotheses.mistakes.precision import to_tf32
-from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
+from glassengine.judge.hypotheses.mistakes.arguments import as_theirs, same_op
+from glassengine.judge.hypotheses.mistakes.global_transforms import to_tf32
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import FAILS, OutOfWork, Trial, TrialCall
 from glassengine.ops.row import Rounding
@@ -69,26 +68,13 @@ def literal_shown(search: MistakeSearch, node: Node, actual: Tensor, valid: Tens
     if question is None or not question.theirs:
         return None
     try:
-        for hypothesis in _theirs(question):
+        for hypothesis in itertools.chain(same_op(question), as_theirs(question, is_turned=True)):
             made = question.trial.changed(hypothesis.edits)
             if made is not None and is_shown(question, made):
                 return hint_of(question, hypothesis, made, _SCORE, "argument")
     except (OutOfWork, *FAILS):
         return None
     return None
-
-
-def _theirs(question: Question) -> Iterator[Hypothesis]:
-    """Yield the numbers that the candidate's own ops have, a divisor as the factor that it is as well."""
-    yield from same_op(question)
-    own = [value for value in question.their_values if not is_whole(value)]
-    numbers = [value for value in question.their_values if isinstance(value, (int, float)) and value]
-    for literal in literals(question):
-        turned = [1 / value for value in numbers] if literal.name == "scale" or isinstance(literal.value, float) else []
-        for value in [*own, *turned]:
-            value = fitting(literal, value)
-            if value is not None:
-                yield with_value(question, literal, value)
 
 
 def is_shown(question: Question, made: Tensor) -> bool:

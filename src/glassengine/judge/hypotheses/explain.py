@@ -21,15 +21,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from glassengine.judge.hypotheses.mistakes.activations import activations
-from glassengine.judge.hypotheses.mistakes.arguments import as_theirs, same_op, usual
+from glassengine.judge.hypotheses.mistakes.arguments import as_theirs, fitted_constants, origin_in, same_op, usual
 from glassengine.judge.hypotheses.mistakes.candidate_ops import another_op, extra_op
 from glassengine.judge.hypotheses.mistakes.catalog import DESCRIBED, FAMILIES, Family
-from glassengine.judge.hypotheses.mistakes.fitted_constants import fitted_constants, origin_in
 from glassengine.judge.hypotheses.mistakes.layouts import missing_rotation, reshaped
 from glassengine.judge.hypotheses.mistakes.masks import of_attention, pairs_between
 from glassengine.judge.hypotheses.mistakes.operands import exchanged, left_out
-from glassengine.judge.hypotheses.mistakes.operations import other_ops
+from glassengine.judge.hypotheses.mistakes.operations import activations, other_ops
 from glassengine.judge.hypotheses.mistakes.tensor_roles import OF_VALUES, are_of_positions, is_counted_alone, only_hides
 from glassengine.judge.hypotheses.mistakes.weights_read import weights
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, called, constants_of
@@ -69,7 +67,8 @@ def differences(question: Question) -> list[Hint]:
     found = []
     try:
         # Which of several weights is which is unknown here.
-        is_clear = len(question.trial.ops) == 1 and len(question.their_weights) == len(question.weights) == 1
+        held = [node for node in question.trial.inputs if node.name in question.weights]
+        is_clear = len(question.trial.ops) == len(question.their_weights) == len(held) == 1
         for family in (same_op, weights) if is_clear else (same_op,):
             for hypothesis in _fitting(family, question):
                 if all(passes_on(node) or traits_of(node).kind == "constant" for node in hypothesis.edits):
@@ -107,24 +106,18 @@ def _goes_on_alike(question: Question, node: Node) -> bool:
     return sorted(here) == sorted(there)
 
 
-def explain(question: Question) -> list[Hint]:
-    """Return the best mistake of the catalog that makes what the candidate made; none where nothing does."""
-    found = explanation(question)
-    return [] if found is None else [found.hint]
-
-
 @dataclass(frozen=True)
 class MistakeExplanation:
-    """A mistake that explains: its hint, where it was made, how much it settles, and which of the catalog it is.
+    """A mistake that explains a question: its hint, where it was made, how much it settles, and what it was found by.
 
-    `score` and `family` are None of two mistakes together.
+    `family` is one of the catalog, with its score; None of two mistakes together.
     """
 
+    question: Question
     hint: Hint
     hypothesis: Hypothesis
     rank: Rank
-    score: float | None = None
-    family: Family | None = None
+    family: tuple[float, Family] | None = None
 
 
 @torch.no_grad()
@@ -151,7 +144,7 @@ def explanation(question: Question, only: tuple[float, Family] | None = None) ->
                 has_all = hypothesis.lost is not None and question.has_all([hypothesis.lost, *hypothesis.edits])
                 if has_all or (family is extra_op and best is not None) or _is_elsewhere(question, hypothesis):
                     rank = min(rank, Rank.DONE)
-                found = MistakeExplanation(hint, hypothesis, rank, score, family)
+                found = MistakeExplanation(question, hint, hypothesis, rank, (score, family))
                 if best is None or found.rank > best.rank:
                     best = found
                 if best.rank is Rank.SETTLED:
@@ -273,7 +266,7 @@ def _of_two(question: Question, near: list[tuple[float, Hypothesis]]) -> Mistake
                 kind: Kind = "position" if are_of_positions(question, edits, first.kind) else first.kind
                 left, change = share * (hint.unexplained or 0.0), change_of(question, both)
                 found = Hint(kind, text, hint.score, proven=True, change=change, unexplained=left)
-                return MistakeExplanation(found, both, Rank.TOGETHER)
+                return MistakeExplanation(question, found, both, Rank.TOGETHER)
     return None
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.errors import BackendError
+from glassengine.judge.hypotheses.trials.trial import FAILS
 from glassengine.judge.replay.values import called
 from glassengine.numerics.float64 import is_real, retarget, target_of
 from glassengine.numerics.judgement import unit_roundoff
@@ -30,19 +30,17 @@ _ROUNDINGS = 8.0
 """Two values are one, computed in different ways, if they are apart by so many roundings of the coarser weights."""
 _EXACT = 2.0**-40
 """The same where nothing was rounded: both sides run in float64, and their weights are what they are."""
-_FAILS = (BackendError, RuntimeError, IndexError, ValueError, TypeError)
 _OTHERWISE = "its ops make the same, and its results are put together in another way"
 _ROWS, _APART, _SAME_LEAF = 1024, 1e-3, 1e-5
 """Values that trees are tried on, their relative distance from a threshold, and that of results that are the same."""
 _MOST_SHOWN = 4
 """Elements of a tensor that is shown with its numbers."""
 
-Call = tuple[Composite, tuple[Any, ...], dict[str, Any]]
-"""A function and what it is given."""
 Known = Callable[[Node], Any]
 """Gives the value of a node; raises KeyError where there is none."""
 
 
+@torch.no_grad()
 def inside_of(ours: Node, theirs: Node, known: tuple[Known, Known], dtypes: Collection[torch.dtype]) -> Inside | None:
     """Return where the functions part that two nodes are results of; None where these are none, or do not part.
 
@@ -56,13 +54,45 @@ def inside_of(ours: Node, theirs: Node, known: tuple[Known, Known], dtypes: Coll
     if not all(isinstance(op.target, Composite) for op in ops) or ops[0].target != ops[1].target:
         return None
     try:
-        of_ours, of_theirs = (_call(op, value) for op, value in zip(ops, known, strict=True))
-    except (KeyError, *_FAILS):
+        left, right = (_traced(op, value) for op, value in zip(ops, known, strict=True))
+    except (KeyError, *FAILS):
         return None
-    return where_they_part(of_ours, of_theirs, dtypes)
+    if not left.steps:
+        return None
+    found = _apart(left, right, _ROUNDINGS * max(map(unit_roundoff, dtypes), default=_EXACT))
+    if found is None:
+        # Less than the rounding of a weight matters only if something is known to be wrong.
+        found = _apart(left, right, _EXACT)
+        return found if found is not None and found.is_taken else None
+    return found
 
 
-def _call(op: Node, known: Known) -> Call:
+@dataclass(frozen=True)
+class Inside:
+    """Where two functions part.
+
+    Attributes:
+        text: What is different, in words.
+        is_taken: Whether the input led there.
+    """
+
+    text: str
+    is_taken: bool
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A function that ran: its name, its ops and its results."""
+
+    name: str
+    steps: Sequence[Step]
+    results: tuple[Tensor, ...]
+    is_whole: bool
+
+
+def _traced(op: Node, known: Known) -> _Run:
+    """Return what a function made of what it is given, in float64; raises KeyError where that is not known."""
+
     def value(node: Node) -> Any:
         try:
             return known(node)
@@ -73,85 +103,32 @@ def _call(op: Node, known: Known) -> Call:
         return target_of(node)(*args, **kwargs)
 
     assert isinstance(op.target, Composite)
-    args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), value)
-    return op.target, args, kwargs
+    args, kwargs = pytree.tree_map(retarget, torch.fx.node.map_arg((op.args, dict(op.kwargs)), value))
+    tracer = Tracer()
+    found = pytree.tree_leaves(op.target.rounded(tracer)(*args, **kwargs))
+    results = tuple(leaf for leaf in found if isinstance(leaf, Tensor))
+    return _Run(op.target.__name__, tracer.steps, results, tracer.is_whole)
 
 
-@dataclass(frozen=True)
-class Inside:
-    """Where two functions part.
-
-    Attributes:
-        text: What is different, in words.
-        is_taken: Whether the input led there.
-        ours: The op of the baseline, by operator and name; None where its ops are not named.
-    """
-
-    text: str
-    is_taken: bool
-    ours: str | None
-
-
-@dataclass(frozen=True)
-class _Run:
-    """A function that ran: its ops, and its results."""
-
-    steps: Sequence[Step]
-    results: tuple[Tensor, ...]
-    is_whole: bool
-
-
-@torch.no_grad()
-def where_they_part(ours: Call, theirs: Call, dtypes: Collection[torch.dtype]) -> Inside | None:
-    """Return the first op inside that makes something else; None where there is none, or it does not run.
-
-    Args:
-        ours: The baseline's.
-        theirs: The candidate's.
-        dtypes: Floating dtypes of both.
-    """
-    left, right = _traced(ours), _traced(theirs)
-    if left is None or right is None or not left.steps:
-        return None
-    found = _apart(left, right, ours, _ROUNDINGS * max(map(unit_roundoff, dtypes), default=_EXACT))
-    if found is None:
-        # Less than the rounding of a weight matters only if something is known to be wrong.
-        found = _apart(left, right, ours, _EXACT)
-        return found if found is not None and found.is_taken else None
-    return found
-
-
-def _apart(left: _Run, right: _Run, ours: Call, apart: float) -> Inside | None:
+def _apart(left: _Run, right: _Run, apart: float) -> Inside | None:
     if _are_named_alike(left, right):
         # One file is the other one, edited: each op has its counterpart in its place.
-        for number, (a, b) in enumerate(zip(left.steps, right.steps, strict=True)):
-            if not _all_same(a.made, b.made, apart):
-                return _described(left, right, number, number, ours)
-        return None if _all_same(left.results, right.results, apart) else Inside(_OTHERWISE, True, None)
+        pairs = enumerate(zip(left.steps, right.steps, strict=True))
+        number = next((number for number, (a, b) in pairs if not _all_same(a.made, b.made, apart)), None)
+        if number is not None:
+            return _described(left, right, number, number)
+        return None if _all_same(left.results, right.results, apart) else Inside(_OTHERWISE, True)
     of_left, of_right = _paired(left, right, apart)
     for is_taken in (True, False):
         place = _first(left, of_left, is_taken)
         if place is not None:
-            return _described(left, right, place, _first(right, of_right, is_taken), ours)
-    is_same = _all_same(left.results, right.results, apart)
-    return None if is_same else Inside(_of_results(left, right), True, None)
+            return _described(left, right, place, _first(right, of_right, is_taken))
+    return None if _all_same(left.results, right.results, apart) else Inside(_of_results(left, right), True)
 
 
 def _are_named_alike(left: _Run, right: _Run) -> bool:
     names = [[step.label.partition(" ")[2] or step.node.name for step in run.steps] for run in (left, right)]
     return names[0] == names[1] and any(LABEL in step.node.meta for step in left.steps)
-
-
-def _traced(call: Call) -> _Run | None:
-    target, args, kwargs = call
-    tracer = Tracer()
-    try:
-        exact_args, exact_kwargs = pytree.tree_map(retarget, (args, kwargs))
-        found = target.rounded(tracer)(*exact_args, **exact_kwargs)
-    except _FAILS:
-        return None
-    results = tuple(leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor))
-    return _Run(tracer.steps, results, tracer.is_whole)
 
 
 def _paired(left: _Run, right: _Run, apart: float) -> tuple[set[int], set[int]]:
@@ -186,20 +163,21 @@ def _first(run: _Run, paired: Collection[int], is_taken: bool) -> int | None:
     return None
 
 
-def _described(left: _Run, right: _Run, place: int, other: int | None, call: Call) -> Inside:
+def _described(left: _Run, right: _Run, place: int, other: int | None) -> Inside:
     step, theirs = left.steps[place], None if other is None else right.steps[other]
-    is_named = LABEL in step.node.meta
-    label = step.label if is_named else op_name(step.node)
+    label = _label(step)
     if theirs is None:
         said = _of_results(left, right)
     elif step.node.target != theirs.node.target:
-        there = theirs.label if is_named else op_name(theirs.node)
-        said = f"{label} in the baseline, {there} in the candidate"
+        said = f"{label} in the baseline, {_label(theirs)} in the candidate"
     else:
         said = f"{label}: {_of_arguments(step, theirs) or 'makes something else from the same inputs'}"
     branch = "" if step.is_taken else " in the branch that no input takes"
-    text = f"inside of {call[0].__name__}{branch}: {said}"
-    return Inside(text, step.is_taken, label if is_named else None)
+    return Inside(f"inside of {left.name}{branch}: {said}", step.is_taken)
+
+
+def _label(step: Step) -> str:
+    return step.label if LABEL in step.node.meta else op_name(step.node)
 
 
 def _of_results(left: _Run, right: _Run) -> str:
@@ -220,12 +198,11 @@ def _of_arguments(ours: Step, theirs: Step) -> str | None:
     """Say which argument of two calls of one op is another: a number, an attribute, a weight of the body."""
     found = []
     read = (list(_leaves(ours)), list(_leaves(theirs)))
-    if len(read[0]) != len(read[1]):
+    forms = [[isinstance(leaf, Node) for _, leaf in leaves] for leaves in read]
+    if forms[0] != forms[1]:
         return "it has other inputs or attributes in the candidate"
     tensors = zip(ours.read, theirs.read, strict=False)
     for (name, a), (_, b) in zip(*read, strict=True):
-        if isinstance(a, Node) != isinstance(b, Node):
-            return "it has other inputs in the candidate"
         if not isinstance(a, Node):
             if a != b:
                 found.append(f"{name}: {a} in the baseline, {b} in the candidate")
@@ -234,13 +211,11 @@ def _of_arguments(ours: Step, theirs: Step) -> str | None:
         if x is None or y is None or (x.shape == y.shape and _is_same(x, y, _EXACT)):
             continue
         what = str(a.meta.get(NAME, name))
-        is_small = max(x.numel(), y.numel()) <= _MOST_SHOWN
-        said = (
-            ": {} in the baseline, {} in the candidate".format(*_numbers(x, y))
-            if is_small
-            else " is another in the candidate"
-        )
-        found.append(f"{what}{said}")
+        if max(x.numel(), y.numel()) <= _MOST_SHOWN:
+            here, there = _numbers(x, y)
+            found.append(f"{what}: {here} in the baseline, {there} in the candidate")
+        else:
+            found.append(f"{what} is another in the candidate")
     return "; ".join(found) or None
 
 
@@ -303,7 +278,7 @@ def trees_differ(ours: Node, theirs: Node) -> str | None:
     calls: list[tuple[Any, dict[str, Any]]] = [(node.target, dict(node.kwargs)) for node in (ours, theirs)]
     try:
         found = [pytree.tree_leaves(target(probe, **kwargs)) for target, kwargs in calls]
-    except _FAILS:
+    except FAILS:
         return None
     for one, other in zip(*found, strict=False):
         if not is_real(one) or not isinstance(other, Tensor):

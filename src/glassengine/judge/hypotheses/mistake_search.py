@@ -16,8 +16,8 @@ from torch.fx import Node
 
 from glassengine.judge.hypotheses.explain import MistakeExplanation, Rank, differences, explanation
 from glassengine.judge.hypotheses.inside import Inside, inside_of
+from glassengine.judge.hypotheses.mistakes.candidate_ops import expressions
 from glassengine.judge.hypotheses.mistakes.catalog import Family
-from glassengine.judge.hypotheses.mistakes.expressions import expressions
 from glassengine.judge.hypotheses.mistakes.operands import exchanged
 from glassengine.judge.hypotheses.trials.hypothesis import called, constants_of, of_weight, part_of, short, whole_of
 from glassengine.judge.hypotheses.trials.question import Question, TheirRegion, broadcasts_alike, in_its_dtype, noise_of
@@ -97,26 +97,25 @@ class MistakeSearch:
         budget = Budget()
         place = _NUMBER.sub("*", self._site(node.name))
         family = self.learned.get(place)
-        best = None if family is None else self._best(node, actual, valid, Budget(), family)
-        if best is None or best[0].rank is not Rank.SETTLED:
-            best = self._best(node, actual, valid, budget)
-        self.num_skipped = 0 if best is not None else budget.num_skipped
-        if best is None:
+        found = None if family is None else self._best(node, actual, valid, Budget(), family)
+        if found is None or found.rank is not Rank.SETTLED:
+            found = self._best(node, actual, valid, budget)
+        self.num_skipped = 0 if found is not None else budget.num_skipped
+        if found is None:
             return []
-        found, question, names = best
-        if found.rank is Rank.SETTLED and found.score is not None and found.family is not None:
-            self.learned[place] = found.score, found.family
-        lost = found.hypothesis.lost
+        if found.rank is Rank.SETTLED and found.family is not None:
+            self.learned[place] = found.family
+        trial, edits, lost = found.question.trial, found.hypothesis.edits, found.hypothesis.lost
         made_in = found.hypothesis.made_in
-        self.place = self._place(question.trial, found.hypothesis.edits) if made_in is None else made_in.name
+        self.place = self._place(trial, edits) if made_in is None else made_in.name
         # What is above a value that is the candidate's own is not made anew.
-        is_own = found.family in (None, expressions)
-        given = [one for one, edit in found.hypothesis.edits.items() if is_own and isinstance(edit, Tensor)]
-        end = question.trial.end
-        made = {one.name for one in (end, *walk([end], lambda one: () if one in given else one.all_input_nodes))}
-        anew = names & made if lost is None else {*(names & made), lost.name}
+        is_own = found.family is None or found.family[1] is expressions
+        given = [one for one, edit in edits.items() if is_own and isinstance(edit, Tensor)]
+        made = walk([trial.end], lambda one: () if one in given else one.all_input_nodes)
+        anew = {op.name for op in trial.ops} & {one.name for one in (trial.end, *made)}
+        anew |= set() if lost is None else {lost.name}
         self.covered = {name for name in self.flagged if name in anew and name != node.name}
-        return [self._of_product(node, self._in_place(node, found.hint, names))]
+        return [self._of_product(node, self._in_place(node, found.hint, trial.ops))]
 
     def _of_product(self, node: Node, hint: Hint) -> Hint:
         """Return a hint that says of a transposed product which operands the candidate has exchanged: q and k."""
@@ -131,7 +130,7 @@ class MistakeSearch:
                 return replace(hint, kind="swapped", text=f"{first} and {second} are exchanged", change=None)
         return hint
 
-    def _in_place(self, node: Node, hint: Hint, names: Collection[str]) -> Hint:
+    def _in_place(self, node: Node, hint: Hint, ops: Iterable[Node]) -> Hint:
         """Return a hint that says where the candidate does an op that is missing where the baseline has it."""
         there, change = self.counterpart(node), hint.change
         if there is None or not hint.proven:
@@ -140,7 +139,7 @@ class MistakeSearch:
         name, written = called(op_name(node)), set[Any]()
         if (later := done_later(node, there, self.counterparts)) is not None:
             if change is not None and change.argument == "activation" and change.baseline != name:
-                name, written = str(change.baseline), {self._nodes[one].target for one in names}  # of several ops
+                name, written = str(change.baseline), {op.target for op in ops}  # of several ops
             others = [one for one in node.all_input_nodes if self.counterparts.get(one.name) != there.name]
             between = (origin_of(one) for one in up(later) if there in ancestors(one))
             after = next((called(op_name(one)) for one in between if one.target not in written), "other ops")
@@ -158,51 +157,43 @@ class MistakeSearch:
 
     def _best(
         self, node: Node, actual: Tensor, valid: Tensor | None, budget: Budget, only: tuple[float, Family] | None = None
-    ) -> tuple[MistakeExplanation, Question, frozenset[str]] | None:
-        """Return the best explanation with the piece that it is of, and the names of its ops."""
+    ) -> MistakeExplanation | None:
         pieces = list(self._pieces(node))
-        best: tuple[MistakeExplanation, Question, frozenset[str]] | None = None
-        for names, piece in pieces:
-            budget.begin(is_last=piece is pieces[-1][1])
+        best: MistakeExplanation | None = None
+        for piece in pieces:
+            budget.begin(is_last=piece is pieces[-1])
             question = self.question(node, piece, actual, valid, budget)
             found = None if question is None else explanation(question, only)
-            if found is not None and question is not None and (best is None or found.rank > best[0].rank):
-                best = found, question, names
+            if found is not None and (best is None or found.rank > best.rank):
+                best = found
                 if found.rank is Rank.SETTLED:
                     break
         return best if best is None or only else self._exchanged_above(node, actual, valid, best, pieces)
 
     def _exchanged_above(
-        self,
-        node: Node,
-        actual: Tensor,
-        valid: Tensor | None,
-        best: tuple[MistakeExplanation, Question, frozenset[str]],
-        pieces: Sequence[tuple[frozenset[str], Piece]],
-    ) -> tuple[MistakeExplanation, Question, frozenset[str]]:
+        self, node: Node, actual: Tensor, valid: Tensor | None, best: MistakeExplanation, pieces: Sequence[Piece]
+    ) -> MistakeExplanation:
         """Return the exchange in a line that the candidate lacks, in place of another order in a line that it has."""
-        if not best[0].hint.proven or best[0].hint.kind not in _OF_ORDER or not self._unlike(pieces[-1][0]):
+        if not best.hint.proven or best.hint.kind not in _OF_ORDER or not self._unlike(pieces[-1].ops):
             return best
-        if self._unlike(op.name for op in best[0].hypothesis.edits):
-            return best
-        for names, piece in pieces:
+        for piece in pieces if not self._unlike(best.hypothesis.edits) else ():
             question = self.question(node, piece, actual, valid, Budget(OF_DIFFERENCES))
-            if question is not None and self._unlike(names):
-                question = replace(question, is_written_alike=lambda op: not self._unlike([op.name]))
-                found = explanation(question, (best[0].score or 1.0, exchanged))
+            if question is not None and self._unlike(piece.ops):
+                question = replace(question, is_written_alike=lambda op: not self._unlike([op]))
+                found = explanation(question, (best.hint.score, exchanged))
                 if found is not None and found.rank is Rank.SETTLED:
-                    return found, question, names
+                    return found
         return best
 
-    def _pieces(self, node: Node) -> Iterator[tuple[frozenset[str], Piece]]:
-        """Yield the pieces that end in a node, from its own op on, with the names of their ops; each once."""
+    def _pieces(self, node: Node) -> Iterator[Piece]:
+        """Yield the pieces that end in a node, from its own op on; each once."""
         asked: set[frozenset[str]] = set()
         for depth, besides in [(0, ()), *((depth, self.flagged) for depth in _DEPTHS)]:
             piece = self._piece(node, depth, besides)
             names = frozenset(op.name for op in piece.ops) if piece is not None else frozenset()
             if piece is not None and len(piece.ops) <= _MOST_OPS and names not in asked:
                 asked.add(names)
-                yield names, piece
+                yield piece
 
     def _place(self, trial: Trial, edited: Collection[Node]) -> str | None:
         """Return the op that a mistake is in; None for the last of the piece, and where the candidate's are known."""
@@ -247,6 +238,29 @@ class MistakeSearch:
         return {**self.program.weights(), **self.values}
 
     @cached_property
+    def _ours(self) -> dict[str, str]:
+        """Node of the candidate, or input of it, that has a value in this step -> its counterpart."""
+        if self.candidate is None:
+            return {}
+        inputs = {port.name: port.node for port in self.program.inputs}
+        found = {port.node: inputs[port.name] for port in self.candidate.inputs if port.name in inputs}
+        found |= {theirs: name for name, theirs in self.counterparts.items()}
+        return {theirs: name for theirs, name in found.items() if name in self.values}
+
+    @cached_property
+    def _weights_there(self) -> Mapping[str, Tensor]:
+        return {} if self.candidate is None else self.candidate.weights()
+
+    @cached_property
+    def _names_there(self) -> dict[str, str]:
+        """Node of the candidate that is a weight -> its name."""
+        return {} if self.candidate is None else _without_wrapper(self.candidate.weight_names())
+
+    @cached_property
+    def _known_there(self) -> dict[str, Any]:
+        return {**{theirs: self.values[name] for theirs, name in self._ours.items()}, **self._weights_there}
+
+    @cached_property
     def _their_lines(self) -> dict[str, set[str]]:
         """Module of the candidate -> lines of its ops, without their places."""
         found: dict[str, set[str]] = defaultdict(set)
@@ -254,14 +268,11 @@ class MistakeSearch:
             found[site.name.rpartition("/")[0]].add(code_of_line(site.source))
         return dict(found)
 
-    def _unlike(self, names: Iterable[str]) -> bool:
+    def _unlike(self, ops: Iterable[Node]) -> bool:
         """Whether the same module of the candidate lacks the line of one of some ops of the baseline, word for word."""
         lines = self._their_lines
-        codes = (
-            (code_of_line(source_line(self._nodes[name])), self._site(name).rpartition("/")[0])
-            for name in names
-            if name in self._nodes
-        )
+        own = (self._nodes[op.name] for op in ops if op.name in self._nodes)
+        codes = ((code_of_line(source_line(op)), self._site(op.name).rpartition("/")[0]) for op in own)
         return any(code and module in lines and code not in lines[module] for code, module in codes)
 
     def counterpart(self, node: Node) -> Node | None:
@@ -271,19 +282,12 @@ class MistakeSearch:
     def inside(self, node: Node) -> Inside | None:
         """Return where the graphs inside of a branch, a loop or a recurrence part; None where they do not."""
         there = self.counterpart(node)
-        if self.candidate is None or there is None:
+        if there is None:
             return None
-        ports = {port.name: port.node for port in self.program.inputs}
-        ours = {port.node: ports[port.name] for port in self.candidate.inputs if port.name in ports}
-        ours |= {theirs: name for name, theirs in self.counterparts.items()}
-        weights = self.candidate.weights()
-
-        def theirs(source: Node) -> Any:
-            return weights[source.name] if source.name in weights else self.values[ours[source.name]]
-
         tensors = [value for value in self._known.values() if isinstance(value, torch.Tensor)]
         dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-        return inside_of(node, there, (lambda source: self._known[source.name], theirs), dtypes)
+        known = (lambda source: self._known[source.name]), (lambda source: self._known_there[source.name])
+        return inside_of(node, there, known, dtypes)
 
     def piece(self, node: Node) -> Piece | None:
         """Return what makes a node from what the candidate was observed to make; None where that is not known."""
@@ -305,34 +309,33 @@ class MistakeSearch:
         right, program = trial.right, self.program
         theirs, others = self._theirs(node), self._other_values(node, trial)
         held = self._held(theirs)
-        their_weights = {} if self.candidate is None else {n: self.candidate.weights()[own] for own, n in held.items()}
+        their_weights = {name: self._weights_there[own] for own, name in held.items()}
         own_labels = self._labels(node, (op.name for op in [*trial.inputs, *trial.ops]))
         labels = {label: name for name, label in self._labels(node, others, own_labels).items()}
-        full = {name: full.removeprefix(_USER) for name, full in program.weight_names().items()}
+        full = _without_wrapper(program.weight_names())
         found = Question(
             trial,
             actual.double() if actual.is_floating_point() else actual,
             None if valid is None or valid.shape != actual.shape else valid,
             noise_of(piece, right, actual),
             labels=own_labels,
-            weights=frozenset(n.name for n in trial.inputs if n.name in program.weights()),
+            weights=frozenset(program.weights()),
             others={label: others[name] for label, name in labels.items()},
             theirs=theirs,
             their_values=[*constants_of(theirs), *(float(t) for t in their_weights.values() if t.dim() == 0)],
             their_weights=their_weights,
-            full={n.name: full[n.name] for n in trial.inputs if n.name in full},
+            full=full,
             model={full[name]: tensor for name, tensor in program.weights().items()},
             named=self._nodes,
             is_another=self._is_another(node),
             native=in_its_dtype(piece, actual),
             held=held,
             read=self._read(trial, theirs),
-            is_still_computed=lambda lost: is_still_computed(lost, program, self.candidate),
+            is_still_computed=self._is_still_computed,
             maker=lambda made: self._maker(made, self._site(node.name)),
             are_exchanged=self._are_exchanged,
-            stored=frozenset(program.weights()),
             kept=program.kept(),
-            sources=labels,
+            sources={label: self._nodes[name] for label, name in labels.items() if name in self._nodes},
             run_theirs=lambda: self._their_region(node, trial.budget),
         )
         return found if found.left(right) > 0 else None
@@ -363,18 +366,13 @@ class MistakeSearch:
     def _their_region(self, node: Node, budget: Budget) -> TheirRegion | None:
         """Return the candidate's ops that `node` is judged with, on the candidate's values."""
         target = self.counterpart(node)
-        if target is None or self.candidate is None:
+        if target is None:
             return None
-        ours = {theirs: name for name, theirs in self.counterparts.items() if name in self.values and name != node.name}
-        ports = {port.name: port.node for port in self.program.inputs}
-        ours |= {port.node: ports[port.name] for port in self.candidate.inputs if ports.get(port.name) in self.values}
-        known = {**self.candidate.weights(), **{theirs: self.values[name] for theirs, name in ours.items()}}
-        names = {node: name.removeprefix(_USER) for node, name in self.candidate.weight_names().items()}
-        labels = {name: of_weight(names[name]) for name in names} | {
-            theirs: self._maker(self._nodes[name], self._site(node.name)) for theirs, name in ours.items()
+        labels = {name: of_weight(full) for name, full in self._names_there.items()} | {
+            theirs: self._maker(self._nodes[name], self._site(node.name)) for theirs, name in self._ours.items()
         }
         try:
-            piece = cut([target], known, known.keys() - {target.name})
+            piece = cut([target], self._known_there, self._known_there.keys() - {target.name})
             return None if piece is None else TheirRegion(Trial(piece, budget), labels)
         except FAILS:
             return None
@@ -405,11 +403,8 @@ class MistakeSearch:
 
     def _held(self, theirs: list[Node]) -> dict[str, str]:
         """Return the weights that ops of the candidate read: node -> name."""
-        if self.candidate is None:
-            return {}
-        names, weights = self.candidate.weight_names(), self.candidate.weights()
-        read = {source.name for op in theirs for source in op.all_input_nodes if source.name in weights}
-        return {name: names.get(name, name).removeprefix(_USER) for name in sorted(read)}
+        read = {source.name for op in theirs for source in op.all_input_nodes}
+        return {name: self._names_there.get(name, name) for name in sorted(read & self._weights_there.keys())}
 
     def _labels(self, node: Node, names: Iterable[str], known: Mapping[str, str] | None = None) -> dict[str, str]:
         """Return what people call nodes: by what makes their values, where that is another one for each.
@@ -449,6 +444,28 @@ class MistakeSearch:
         sites = self.program.sites.by_node.get(name, ())
         ops = [site.name for site in sites if site.kind == "op"]
         return ops[0] if ops else sites[0].name if sites else name
+
+    def _is_still_computed(self, lost: Node) -> bool:
+        """Whether only one op reads a node of the baseline, and the candidate reads a weight of it as often.
+
+        The candidate's results need that weight. That it is left out explains nothing then: it is added elsewhere, or
+        the two tensors do not belong together.
+        """
+        own = self._nodes.get(lost.name)
+        # What something else reads as well (a residual) is computed for that.
+        if self.candidate is None or own is None or len(own.users) != 1:
+            return False
+        weights = self.program.weights()
+        both = (_readers(self.program), weights), (_readers(self.candidate), self._weights_there)
+        for value in (weights[source.name] for source in _read_by_it_alone(own) if source.name in weights):
+            # Weights of the same values (ones) are counted together: which is which is not known.
+            here, there = (
+                sum(number for name, number in readers.items() if name in held and _is_same(value, held[name]))
+                for readers, held in both
+            )
+            if there >= here:
+                return True
+        return False
 
     def _other_values(self, node: Node, trial: Trial) -> dict[str, torch.Tensor]:
         """Return what else could have been read, by node: what the candidate reads, then the nearest of a shape."""
@@ -491,34 +508,6 @@ class MistakeSearch:
                 yield name, self._known[name]
 
 
-def is_still_computed(node: Node, program: Program, candidate: Program | None) -> bool:
-    """Whether only one op reads a node, and the candidate reads a weight of it as often.
-
-    The candidate's results need that weight. That it is left out explains nothing then: it is added elsewhere, or
-    the two tensors do not belong together.
-
-    Args:
-        node: Of the baseline, or a copy of it.
-        program: The baseline's.
-        candidate: The candidate's; None where it has none.
-    """
-    own = next((one for one in program.graph.nodes if one.name == node.name), None)
-    # What something else reads as well (a residual) is computed for that.
-    if candidate is None or own is None or len(own.users) != 1:
-        return False
-    both = [(_readers(one), one.weights()) for one in (program, candidate)]
-    weights = program.weights()
-    for value in (weights[source.name] for source in _read_by_it_alone(own) if source.name in weights):
-        # Weights of the same values (ones) are counted together: which is which is not known.
-        here, there = (
-            sum(number for name, number in readers.items() if name in held and _is_same(value, held[name]))
-            for readers, held in both
-        )
-        if there >= here:
-            return True
-    return False
-
-
 def _read_by_it_alone(node: Node) -> Iterator[Node]:
     """Yield what a node is made of and nothing else is, a few steps up, itself included."""
     layer, known = [node], {node}
@@ -526,6 +515,10 @@ def _read_by_it_alone(node: Node) -> Iterator[Node]:
         yield from layer
         layer = [one for below in layer for one in below.all_input_nodes if one not in known and known >= {*one.users}]
         known.update(layer)
+
+
+def _without_wrapper(names: Mapping[str, str]) -> dict[str, str]:
+    return {node: name.removeprefix(_USER) for node, name in names.items()}
 
 
 def _is_same(ours: Tensor, theirs: Tensor) -> bool:

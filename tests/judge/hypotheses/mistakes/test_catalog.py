@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from glassengine.judge.hypotheses.explain import explain
 from glassengine.judge.hypotheses.mistakes.catalog import FAMILIES
 from glassengine.judge.hypotheses.trials.question import Question, noise_of
 from glassengine.judge.hypotheses.trials.trial import Trial
 from glassengine.judge.pieces import Piece
 from glassengine.results import Hint
 from glassengine.results.hints import KINDS
+from tests.judge.hypotheses.asking import explain
 
 Function = Callable[..., Tensor]
 
@@ -505,7 +505,7 @@ PLANTED = {
         lambda x, k: F.conv2d(x, k.mT),
         lambda x, k: F.conv2d(x, k + 0),
         "transposed",
-        "height and width",
+        "axes 2 and 3 of kernel are transposed",
         ("image", "kernel"),
     ),
     "padding of a convolution": Planted(

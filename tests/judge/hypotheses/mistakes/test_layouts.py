@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from glassengine.judge.hypotheses.explain import explain
+from tests.judge.hypotheses.asking import explain
 from tests.judge.hypotheses.mistakes.test_operands import asked, drawn, told
 
 GIVEN = {"q": drawn(2, 5, 8), "k": drawn(2, 5, 8, seed=1)}

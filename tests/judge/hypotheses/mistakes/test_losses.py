@@ -11,11 +11,11 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from glassengine.judge.hypotheses.explain import explain
 from glassengine.judge.hypotheses.trials.question import Question, noise_of
 from glassengine.judge.hypotheses.trials.trial import Trial
 from glassengine.judge.pieces import Piece
 from glassengine.results import Hint
+from tests.judge.hypotheses.asking import explain
 
 G = torch.Generator().manual_seed(0)
 LOGITS, LABELS = torch.randn(2, 9, 24, generator=G), torch.randint(0, 24, (2, 9), generator=G)

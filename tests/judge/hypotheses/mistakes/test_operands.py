@@ -13,12 +13,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from glassengine.diagnose import check
-from glassengine.judge.hypotheses.explain import differences, explain
+from glassengine.judge.hypotheses.explain import differences
 from glassengine.judge.hypotheses.mistakes.layouts import merges
 from glassengine.judge.hypotheses.trials.question import Question, noise_of
 from glassengine.judge.hypotheses.trials.trial import Trial, real_parts
 from glassengine.judge.pieces import Piece
 from glassengine.results import Hint
+from tests.judge.hypotheses.asking import explain
 
 
 def asked(right: Callable[..., Tensor], wrong: Callable[..., Tensor], given: dict[str, Tensor]) -> Question:
@@ -35,7 +36,7 @@ def asked(right: Callable[..., Tensor], wrong: Callable[..., Tensor], given: dic
     ops = [node for node in theirs.graph.nodes if node.op == "call_function"]
     nodes = {node.name: node for node in module.graph.nodes}
     noise = noise_of(piece, trial.right, real_parts(made))
-    return Question(trial, real_parts(made).double(), None, noise, names, held, theirs=ops, named=nodes, stored=held)
+    return Question(trial, real_parts(made).double(), None, noise, names, held, theirs=ops, named=nodes)
 
 
 def told(right: Callable[..., Tensor], wrong: Callable[..., Tensor], given: dict[str, Tensor]) -> Hint:

@@ -12,11 +12,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from glassengine.diagnose import check
-from glassengine.judge.hypotheses.explain import explain
 from glassengine.judge.hypotheses.trials.question import Question, noise_of
 from glassengine.judge.hypotheses.trials.trial import Trial
 from glassengine.judge.pieces import Piece
 from glassengine.results import Hint
+from tests.judge.hypotheses.asking import explain
 
 
 def told(right: Callable[..., Tensor], wrong: Callable[..., Tensor], given: dict[str, Tensor]) -> Hint:

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from glassengine.judge.hypotheses.explain import explain
 from glassengine.judge.hypotheses.mistakes.catalog import FAMILIES
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Budget, OutOfWork, Trial
 from glassengine.judge.pieces import Piece
+from tests.judge.hypotheses.asking import explain
 
 
 def _question(budget: Budget | None = None) -> Question:

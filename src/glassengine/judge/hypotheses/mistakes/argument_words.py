@@ -139,18 +139,17 @@ def _is_one_of_several(question: Question, node: Node) -> bool:
 
 def _extent(node: Node) -> tuple[int, int, int] | None:
     """Return (axis, start, end) of what a slice or an index takes; None where they are not whole numbers."""
-    args = node.args[1:]
-    if not args or not all(isinstance(arg, int) for arg in args) or not isinstance(node.args[0], Node):
+    given, numbers = node.args[0], [arg for arg in node.args[1:] if isinstance(arg, int)]
+    if not numbers or len(numbers) < len(node.args) - 1 or not isinstance(given, Node):
         return None
-    size = getattr(node.args[0].meta.get("val"), "shape", ())
-    axis = int(args[0])  # type: ignore[arg-type]
+    size, axis = getattr(given.meta.get("val"), "shape", ()), numbers[0]
     if not -len(size) <= axis < len(size) or not isinstance(size[axis], int):
         return None
-    start, *rest = (int(arg) for arg in args[1:]) if len(args) > 1 else (0,)  # type: ignore[arg-type]
-    end = start + 1 if op_name(node) == "select" else rest[0] if rest else size[axis]
-    length = size[axis]
-    start, end = (max(0, value + length if value < 0 else min(value, length)) for value in (start, end))
-    return axis % len(size), start, end
+    start = numbers[1] if len(numbers) > 1 else 0
+    end = numbers[2] if len(numbers) > 2 else None
+    if op_name(node) == "select":
+        end = start + 1 or None  # the last one ends where the axis does
+    return axis % len(size), *slice(start, end).indices(size[axis])[:2]
 
 
 def is_epsilon(question: Question, literal: Literal) -> bool:

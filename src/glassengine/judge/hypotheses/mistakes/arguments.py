@@ -1,6 +1,6 @@
 """Non-tensor arguments of ops: epsilons, scales, dimensions, strides, flags, words, numbers written in a sum.
 
-First what the candidate's own ops have, then common values; `fitted_constants` has any number that fits.
+First what the candidate's own ops have, then common values, then any number that fits, and what it is called.
 """
 
 from __future__ import annotations
@@ -8,22 +8,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from glassengine.judge.hypotheses.mistakes.argument_words import is_epsilon, kind_of, name_of, text_of
-from glassengine.judge.hypotheses.mistakes.tensor_roles import counts_alone, makes_sines
-from glassengine.judge.hypotheses.trials.hypothesis import (
-    Hypothesis,
-    Literal,
-    becoming,
-    is_as_theirs,
-    literals_of,
-)
+from glassengine.judge.hypotheses.mistakes.tensor_roles import PLACING, counts_alone, makes_sines
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, Literal, becoming, for_any_rank, literals_of
 from glassengine.judge.hypotheses.trials.question import Question
+from glassengine.judge.hypotheses.trials.trial import Edit
+from glassengine.numerics.float64 import is_real
 from glassengine.ops.traits import named, traits_of
 from glassengine.program.representation.naming import op_name
 
@@ -43,12 +39,10 @@ def same_op(question: Question) -> Iterator[Hypothesis]:
     """Yield: all arguments as the candidate's op of the same name has them, several at once."""
     for node, differing in _differing(question):
         first, value = differing[0]
-        text = _text_of_all(question, differing)
-        kind = kind_of(question, first, value)
-        if len(differing) > 1:  # no line is corrected by one of them
-            yield Hypothesis(kind, text, {node: becoming(differing)})
-        else:
-            yield Hypothesis(kind, text, {node: becoming(differing)}, name_of(question, first), (first.value, value))
+        # No line is corrected by one of several.
+        name, values = (name_of(question, first), (first.value, value)) if len(differing) == 1 else (None, None)
+        text, kind = _text_of_all(question, differing), kind_of(question, first, value)
+        yield Hypothesis(kind, text, {node: becoming(differing)}, name, values)
 
 
 def same_ops(question: Question) -> Iterator[Hypothesis]:
@@ -72,11 +66,12 @@ def _differing(question: Question) -> Iterator[tuple[Node, list[tuple[Literal, A
             continue
         ours = {literal.place: literal for literal in literals_of(node)}
         read = there.args[0].meta.get("val") if there.args and isinstance(there.args[0], Node) else None
-        ranks = _rank(next(iter(question.trial.call(node).args), None)), _rank(read)
+        here, beside = _rank(next(iter(question.trial.call(node).args), None)), _rank(read)
         differing = [
             (ours[literal.place], literal.value)
             for literal in literals_of(there)
-            if literal.place in ours and not is_as_theirs(ours[literal.place], literal, ranks) and _is_asked(literal)
+            if literal.place in ours and _is_asked(literal)
+            if for_any_rank(ours[literal.place], here) != for_any_rank(literal, beside)
         ]
         if differing:
             yield node, _that_count(question, node, differing)
@@ -108,9 +103,16 @@ def _rank(value: Any) -> int | None:
     return value.dim() if isinstance(value, torch.Tensor) else None
 
 
-def as_theirs(question: Question) -> Iterator[Hypothesis]:
-    """Yield: one argument has a value that the candidate's own ops have somewhere in their counterpart of the piece."""
+def as_theirs(question: Question, *, is_turned: bool = False) -> Iterator[Hypothesis]:
+    """Yield: one argument has a value that the candidate's own ops have somewhere in their counterpart of the piece.
+
+    Args:
+        question: What went wrong.
+        is_turned: Whether the candidate's number may be a divisor where the baseline has a factor.
+    """
     pool = [value for value in question.their_values if not is_whole(value)]
+    numbers = [value for value in question.their_values if isinstance(value, (int, float)) and value]
+    pool += [1 / value for value in numbers] if is_turned else []
     for literal in literals(question):
         for value in pool:
             value = fitting(literal, value)
@@ -121,21 +123,22 @@ def as_theirs(question: Question) -> Iterator[Hypothesis]:
 def usual(question: Question) -> Iterator[Hypothesis]:
     """Yield: one argument has another value of those that people write, or is left out."""
     for literal in literals(question):
-        for value in usual_values(question, literal) if not is_whole(literal.value) else ():
-            if not is_same(value, literal.value):
-                yield with_value(question, literal, value)
+        if not is_whole(literal.value):
+            yield from _with_others(question, literal, usual_values(question, literal))
 
 
 def whole(question: Question) -> Iterator[Hypothesis]:
     """Yield the same for dimensions, indices and sizes: there are many, and some of them fit by chance."""
     pool = [value for value in question.their_values if is_whole(value)]
     for literal in literals(question):
-        theirs = _axes_there(question, literal) if literal.name.startswith("dim") else pool
-        theirs = [fitting(literal, value) for value in theirs if is_whole(literal.value)]
-        usual = usual_values(question, literal) if is_whole(literal.value) else ()
-        for value in [*(value for value in theirs if value is not None), *usual]:
-            if not is_same(value, literal.value):
-                yield with_value(question, literal, value)
+        if is_whole(literal.value):
+            theirs = _axes_there(question, literal) if literal.name.startswith("dim") else pool
+            fits = (value for one in theirs if (value := fitting(literal, one)) is not None)
+            yield from _with_others(question, literal, itertools.chain(fits, usual_values(question, literal)))
+
+
+def _with_others(question: Question, literal: Literal, values: Iterable[Any]) -> Iterator[Hypothesis]:
+    return (with_value(question, literal, value) for value in values if not is_same(value, literal.value))
 
 
 def _axes_there(question: Question, literal: Literal) -> list[Any]:
@@ -242,7 +245,7 @@ def _by_one(question: Question, literal: Literal) -> Iterator[float]:
     """Yield a step between places as it is where one place more, or one less, is counted: 1 / n for 1 / (n - 1)."""
     node = question.in_baseline(literal.node)
     size = getattr(question.trial.values[literal.node], "shape", (0,))[-1:]
-    if not size or size[0] < _LEAST_PLACES or not counts_alone(node, question.stored):
+    if not size or size[0] < _LEAST_PLACES or not counts_alone(node, question.weights):
         return
     for there in (size[0] - 1, size[0] + 1):
         yield from (literal.value * there / size[0], literal.value * size[0] / there)
@@ -305,3 +308,172 @@ def is_same(a: Any, b: Any) -> bool:
     if isinstance(a, (int, float)) and isinstance(b, (int, float)) and not isinstance(a, bool):
         return bool(a == b)
     return bool(type(a) is type(b) and a == b)
+
+
+_MOST_STEPS = 8
+_FEW = 4
+"""Of fewer elements some number fits whatever the mistake is; people write round ones."""
+
+_STRETCHES = (0.5, 0.25, 0.125, 2.0, 4.0, 8.0, math.pi, 1 / math.pi, 2 * math.pi, 0.5 / math.pi)
+"""By what people scale positions: longer texts, turns for radians."""
+_APART = 1e-6
+"""Relative distance from which on two numbers are others."""
+_LEAST_FREQUENCIES = 3
+_EVEN = 1e-5
+"""Spread of the factors, as a share: as float32 rounds them."""
+_FAMOUS = (
+    ("log2(e)", math.log2(math.e)),
+    ("ln(2)", math.log(2)),
+    ("log10(e)", math.log10(math.e)),
+    ("ln(10)", math.log(10)),
+    ("sqrt(2)", math.sqrt(2)),
+    ("1 / sqrt(2)", math.sqrt(0.5)),
+    ("sqrt(2 / pi)", math.sqrt(2 / math.pi)),
+    ("pi", math.pi),
+    ("e", math.e),
+)
+
+
+def bases(question: Question) -> Iterator[Hypothesis]:
+    """Yield: frequencies of another base (the theta of a rotation) than those that the baseline keeps as a buffer."""
+    theirs = [float(value) for value in question.their_values if isinstance(value, (int, float)) and value > 1]
+    for node in question.trial.inputs:
+        value = question.trial.values[node]
+        base = base_of(value) if is_real(value) else None
+        for other in dict.fromkeys([*theirs, *BASES]) if base is not None else ():
+            if base is not None and abs(other - base) > 1e-3 * base:
+                places = torch.arange(value.numel(), dtype=torch.float64) / value.numel()
+                made = (value.flatten()[0] * other**-places).reshape(value.shape)
+                values = (float(f"{base:.6g}"), other)
+                yield Hypothesis("position", of_another_base(base, other), {node: made}, "base", values)
+
+
+def scaled_positions(question: Question) -> Iterator[Hypothesis]:
+    """Yield: positions are scaled, seen at all angles of a rotation at once."""
+    turned = [node for node in question.trial.ops if op_name(node) in PLACING]
+    for factor in _STRETCHES if turned else ():
+        text = f"positions are scaled: {factor:.6g} times the angles of the rotation"
+        yield Hypothesis("position", text, dict.fromkeys(turned, _of_angles(factor)), "factor", (1.0, factor))
+
+
+def fitted_constants(question: Question) -> Iterator[Hypothesis]:
+    """Yield: one number is another one, whichever it takes."""
+    for literal in literals(question):
+        if isinstance(literal.value, bool) or not _is_continuous(literal):
+            continue
+        start = literal.value
+        if start is None:
+            start = 1.0 / math.sqrt(question.trial.values[literal.node.args[0]].shape[-1])  # type: ignore[index]
+        found = _newton(question, literal, float(start))
+        if found is not None and (question.actual.numel() >= _FEW or _is_round(found)):
+            yield with_value(question, literal, float(f"{found:.6g}"))
+            yield with_value(question, literal, found)
+
+
+def _is_round(number: float) -> bool:
+    """Whether a number looks like one that is written in code, or one over it."""
+    return any(abs(value - float(f"{value:.3g}")) <= 1e-6 * abs(value) for value in (number, 1 / (number or 1.0)))
+
+
+def _is_continuous(literal: Literal) -> bool:
+    name, kind = op_name(literal.node), named(op_name(literal.node)).kind
+    if literal.name == "scale" or name == "linspace":
+        return literal.name in ("scale", "start", "end")
+    if not isinstance(literal.value, (int, float)):
+        return False
+    is_known = literal.name in ("other", "self", "eps") or kind == "activation"
+    return is_known and (isinstance(literal.value, float) or kind in ("factor", "term") or name == "pow")
+
+
+def _newton(question: Question, literal: Literal, start: float) -> float | None:
+    """Return the number for which the piece makes what the candidate made, by Gauss and Newton; None without one."""
+
+    def made(number: float) -> torch.Tensor | None:
+        return question.trial.changed({literal.node: becoming([(literal, number)])})
+
+    def residual(value: torch.Tensor) -> torch.Tensor:
+        keep = value.isfinite() & question.actual.isfinite()
+        keep = keep if question.valid is None else keep & question.valid
+        return torch.where(keep, question.actual.double() - value, 0.0)
+
+    number, value = start, question.right
+    # A comparison or a choice has no slope.
+    if value.shape != question.actual.shape or not value.is_floating_point():
+        return None
+    for _ in range(_MOST_STEPS):
+        step = 1e-4 * abs(number) or 1e-8
+        beside = made(number + step)
+        if beside is None or beside.shape != value.shape:
+            return None
+        slope = (beside - value) / step
+        slope = torch.where(slope.isfinite(), slope, 0.0)
+        power = float(slope.square().sum())
+        if not power:
+            return None
+        moved = float((slope * residual(value)).sum()) / power
+        number += moved
+        following = made(number)
+        if following is None or not math.isfinite(number):
+            return None
+        value = following
+        if abs(moved) <= 1e-9 * abs(number):
+            break
+    return number if question.explains(value) else None
+
+
+def origin_of(number: float, sizes: Iterable[int]) -> str | None:
+    """Return what a number is called, as people would have written it; None where it is none of these.
+
+    Args:
+        number: A factor or another literal.
+        sizes: Of axes of the tensors that it is used with.
+    """
+    if not math.isfinite(number) or any(abs(number - one) <= _APART * abs(one) for one in (0.0, 1.0, -1.0, 0.5, 2.0)):
+        return None  # nobody has to be told what these are
+    sign, size = ("-", -number) if number < 0 else ("", number)
+    for name, value in _named(sizes):
+        if abs(size - value) <= _APART * value:
+            return sign + (f"({name})" if sign and " " in name else name)
+    return None
+
+
+def _named(sizes: Iterable[int]) -> Iterator[tuple[str, float]]:
+    for width in sorted({size for size in sizes if size > 1}):
+        yield f"1 / sqrt({width})", width**-0.5
+        yield f"1 / {width}", 1 / width
+        yield f"sqrt({width})", width**0.5
+        if width > 4:
+            yield f"{width - 1} / {width}", (width - 1) / width
+            yield f"{width} / {width - 1}", width / (width - 1)
+    yield from _FAMOUS
+
+
+def origin_in(question: Question, number: float) -> str | None:
+    """Return what a number is called where a tensor was flagged: by the sizes that are there, else by the model's."""
+    near = _sizes(question.trial.values.values())
+    return origin_of(number, near) or origin_of(number, _sizes(n.meta.get("val") for n in question.named.values()))
+
+
+def _sizes(values: Iterable[Any]) -> set[int]:
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    return {size for tensor in tensors for size in tensor.shape if isinstance(size, int)}
+
+
+def base_of(value: torch.Tensor) -> float | None:
+    """Return the theta of which n numbers (float64, in one axis) are powers -i / n; None where they are not."""
+    flat = value.flatten()
+    if flat.numel() < _LEAST_FREQUENCIES or flat.numel() != max(value.shape) or bool((flat <= 0).any()):
+        return None
+    steps = flat[1:] / flat[:-1]
+    if float(steps.std()) > _EVEN * float(steps.abs().mean()) or float(steps[0]) >= 1:
+        return None
+    return float(float(steps.mean()) ** -len(flat))
+
+
+def of_another_base(here: float, there: float) -> str:
+    """Return how the mistake is reported that a base is another one."""
+    return f"base of the frequencies (theta): {here:.6g} in the baseline, {there:.6g} in the candidate"
+
+
+def _of_angles(factor: float) -> Edit:
+    return lambda call: call.target(call.args[0] * factor, *call.args[1:], **call.kwargs)

@@ -1,18 +1,20 @@
-"""Mistakes in a whole tensor: scaled, in another order, zero, cut off, dropped."""
+"""Mistakes in whole tensors: scaled, in another order, zero, cut off, dropped, rounded to a dtype with fewer bits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.judge.hypotheses.mistakes.tensor_roles import PLACING, comes_from
-from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, called, reading, tensors_of
+from glassengine.judge.hypotheses.mistakes.tensor_roles import PLACING, is_placing
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, called, reading, tensors_of, with_leaves
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import factor_between
+from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall, factor_between
 from glassengine.judge.site_pairs import maker_of, passes_on
 from glassengine.numerics.float64 import double, is_real
 from glassengine.numerics.mask_values import sentinel
@@ -77,7 +79,7 @@ def done_twice(question: Question) -> Iterator[Hypothesis]:
     for node in trial.inputs:
         value = trial.values[node]
         if is_real(value) and value.shape == right.shape and node.name not in question.weights:
-            made = trial.changed_between(node, right, trial.end)
+            made = trial.changed({node: right})
             if made is not None:
                 label = question.label(node)
                 text = f"it is done twice: what is made of {label} takes its place once more"
@@ -87,14 +89,14 @@ def done_twice(question: Question) -> Iterator[Hypothesis]:
 def _kind_of_all(question: Question, name: str) -> Kind:
     """Return the kind of the mistake that all that is done to a tensor is not, or twice: positions may be put in."""
     others = [node for node in question.trial.inputs if question.label(node) != name]
-    is_turned = any(comes_from(question, node, PLACING) for node in others)
+    is_turned = any(is_placing(question.in_baseline(node)) for node in others)
     return "position" if is_turned or any(op_name(node) in PLACING for node in question.trial.ops) else "other"
 
 
 def rearranged(question: Question) -> Iterator[Hypothesis]:
     """Yield: the right values, in another order along one axis, or with two axes exchanged."""
     right, actual, end = question.right, question.actual, question.trial.end
-    if not is_real(actual) or right.shape != actual.shape:
+    if not _is_comparable(question, 2, is_finite=False):
         return
     for axis in reversed(range(right.dim())):
         question.trial.budget.spend_passes(_PASSES_OF_ORDER, right)
@@ -114,7 +116,7 @@ def rearranged(question: Question) -> Iterator[Hypothesis]:
 def scaled(question: Question) -> Iterator[Hypothesis]:
     """Yield: the right values times a number, or plus one."""
     right, actual, end = question.right, question.actual, question.trial.end
-    if not is_real(actual) or not is_real(right) or right.shape != actual.shape:
+    if not _is_comparable(question, 4, is_finite=False):
         return
     keep = (right.abs() < sentinel(right.dtype)) & (actual.abs() < sentinel(actual.dtype))
     keep = keep if question.valid is None else keep & question.valid
@@ -135,7 +137,7 @@ def scaled(question: Question) -> Iterator[Hypothesis]:
 def _is_comparable(question: Question, least: int, *, is_finite: bool) -> bool:
     """Whether enough numbers were made, of the right shape."""
     right, actual = question.right, question.actual
-    if right.shape != actual.shape or not is_real(right) or right.numel() < least:
+    if right.shape != actual.shape or not is_real(right) or not is_real(actual) or right.numel() < least:
         return False
     return not is_finite or bool(actual.isfinite().all())
 
@@ -243,3 +245,64 @@ def zeroed(question: Question) -> Iterator[Hypothesis]:
                     changed.select(axis, index).zero_()
                     text = f"the {which} of axis {axis} of {question.label(source)} is zero"
                     yield Hypothesis("other", text, {node: reading({place: changed})}, axis=axis)
+
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+_TF32 = 1 << 11
+"""Steps of a mantissa between a half and one."""
+
+Rounding = Callable[[Tensor], Tensor]
+
+
+def coarser(question: Question) -> Iterator[Hypothesis]:
+    """Yield: an operand, all operands or the result of an op is rounded to a dtype with fewer bits."""
+    trial = question.trial
+    for node, _ in trial.real_ops():
+        if traits_of(node).kind == "reshape":
+            continue
+        tensors = [(place, source) for place, source in tensors_of(trial, node) if is_real(trial.values[source])]
+        every = [place for place, _ in tensors]
+        name = op_name(node)
+        for word, rounded in _roundings(question):
+            result = {node: lambda call, rounded=rounded: rounded(call.value)}
+            yield Hypothesis("dtype", f"the result of {name} is rounded to {word}", result, "dtype")
+            computed = {node: _of_operands(every, rounded, rounded)}
+            yield Hypothesis("dtype", f"{name} is computed in {word}", computed, "dtype")
+            chosen = [(question.label(source), [place]) for place, source in tensors]
+            for what, places in chosen if len(chosen) == 1 else [*chosen, ("what it reads", every)]:
+                text = f"{what} is rounded to {word} before {name}"
+                yield Hypothesis("dtype", text, {node: _of_operands(places, rounded)}, "dtype")
+
+
+def in_its_own_dtype(question: Question) -> Iterator[Hypothesis]:
+    """Yield: what the baseline computes in a finer dtype is computed in the candidate's own."""
+    if question.native is not None:
+        text = "computed in the dtype of the model: the baseline casts to a finer one first"
+        yield Hypothesis("dtype", text, {question.trial.end: question.native})
+
+
+def _of_operands(places: list[int], rounded: Rounding, finished: Rounding = lambda made: made) -> Edit:
+    def edit(call: TrialCall) -> Any:
+        return finished(with_leaves(call, {place: rounded(call.leaves[place]) for place in places}))
+
+    return edit
+
+
+def _roundings(question: Question) -> Iterator[tuple[str, Rounding]]:
+    """Yield (name, function) of the dtypes that are coarser than the rounding of the piece."""
+    for dtype in _DTYPES:
+        if torch.finfo(dtype).eps > 2 * question.noise:
+            yield str(dtype).removeprefix("torch."), partial(_through, dtype=dtype)
+    if 2 * question.noise < 2.0**-10:
+        yield "TensorFloat-32", lambda value: to_tf32(value, torch.round)
+        yield "TensorFloat-32, towards zero", lambda value: to_tf32(value, torch.trunc)
+
+
+def _through(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.float().to(dtype).double()
+
+
+def to_tf32(value: Tensor, rounded: Rounding = torch.round) -> Tensor:
+    """Return numbers as TensorFloat-32 has them: with ten bits of the mantissa."""
+    mantissa, exponent = torch.frexp(value)
+    return torch.ldexp(rounded(mantissa * _TF32) / _TF32, exponent)

@@ -34,39 +34,28 @@ def reshaped(question: Question) -> Iterator[Hypothesis]:
     """Yield: what one axis is made of is taken, or put together, in another order (heads by their width), or both."""
     end = question.trial.end
     for node, given, made in _views(question):
-        split, merged = meeting(given, made.shape), meeting(made.shape, given)
-        for axis, first, parts in factored(split, made.shape):
-            kind, how = _of_axes(question, node, first, parts)
-            orders = [(parts, order, how) for order in _orders(parts)]
-            for number in _PARTS if len(parts) == 2 and kind == "permuted" else ():
-                # Each head holds a part of queries, keys and values, or each of those holds its heads.
-                orders += [(finer, (1, 0, 2), "parts of heads are mixed") for finer in _finer(parts, number)]
-            for sizes, order, words in orders:
-                text = f"an axis is taken apart as {_in_words(sizes, order, words)}"
-                yield Hypothesis(kind, text, {node: _rearranged(split, (axis, _places(sizes, order)))})
-        for axis, first, parts in factored(merged, given):
-            kind, how = _of_axes(question, node, first, parts)
-            for order in _orders(parts):
-                text = f"axes are put together as {_in_words(parts, order, how)}"
-                places = _places(parts, order)
-                edit = _rearranged(merged, (axis, places.argsort()))
-                yield Hypothesis(kind, text, {node: edit})
-                if end is not node and question.right.numel() == made.numel():
-                    text += ", and what is made is taken apart so again"
-                    yield Hypothesis(kind, text, {node: edit, end: _rearranged(merged, (axis, places))})
-        for joined, parted, done in (
-            (split, made.shape, "an axis is taken apart"),
-            (merged, given, "axes are put together"),
-        ):
-            # Rows and columns of windows.
+        for is_split, whole, parted in ((True, given, made.shape), (False, made.shape, given)):
+            joined = meeting(whole, parted)
+            done = "an axis is taken apart" if is_split else "axes are put together"
+            for axis, first, parts in factored(joined, parted):
+                kind, how = _of_axes(question, node, first, parts)
+                orders = [(parts, order, how) for order in _orders(parts)]
+                for number in _PARTS if is_split and len(parts) == 2 and kind == "permuted" else ():
+                    # Each head holds a part of queries, keys and values, or each of those holds its heads.
+                    orders += [(finer, (1, 0, 2), "parts of heads are mixed") for finer in _finer(parts, number)]
+                for sizes, order, words in orders:
+                    text, moved = f"{done} as {_in_words(sizes, order, words)}", (axis, sizes, order)
+                    edit = _rearranged(joined, moved, is_back=not is_split)
+                    yield Hypothesis(kind, text, {node: edit})
+                    if not is_split and end is not node and question.right.numel() == made.numel():
+                        text += ", and what is made is taken apart so again"
+                        yield Hypothesis(kind, text, {node: edit, end: _rearranged(joined, moved)})
             pairs = [found for found in factored(joined, parted) if len(found[2]) == 2]
-            if len(pairs) < 2:
-                continue
-            kind, how = _of_axes(question, node, *pairs[0][1:])
-            moved = [(axis, _places(sizes, (1, 0))) for axis, _, sizes in pairs]
-            edit = _rearranged(joined, *((axis, one if joined is split else one.argsort()) for axis, one in moved))
-            text = f"{done} as {_in_words(pairs[0][2], (1, 0), how)}, in {len(pairs)} places"
-            yield Hypothesis(kind, text, {node: edit})
+            if len(pairs) > 1:  # rows and columns of windows
+                kind, how = _of_axes(question, node, *pairs[0][1:])
+                turned = [(axis, sizes, (1, 0)) for axis, _, sizes in pairs]
+                text = f"{done} as {_in_words(pairs[0][2], (1, 0), how)}, in {len(pairs)} places"
+                yield Hypothesis(kind, text, {node: _rearranged(joined, *turned, is_back=not is_split)})
 
 
 def _views(question: Question) -> Iterator[tuple[Node, torch.Size, torch.Tensor]]:
@@ -155,11 +144,14 @@ def _places(parts: Sequence[int], order: Sequence[int]) -> torch.Tensor:
     return torch.arange(math.prod(parts)).reshape([parts[i] for i in order]).permute(back).reshape(-1)
 
 
-def _rearranged(joined: Sequence[int], *moved: tuple[int, torch.Tensor]) -> Edit:
+def _rearranged(joined: Sequence[int], *moved: tuple[int, Sequence[int], Sequence[int]], is_back: bool = False) -> Edit:
+    """Return the edit by which axes of `joined` hold (axis, parts, order), or hold them in turn where they did not."""
+
     def edit(call: TrialCall) -> Any:
         value = call.value.reshape(joined)
-        for axis, places in moved:
-            value = value.index_select(axis, places)
+        for axis, parts, order in moved:
+            places = _places(parts, order)
+            value = value.index_select(axis, places.argsort() if is_back else places)
         return value.reshape(call.value.shape)
 
     return edit
@@ -179,21 +171,17 @@ def neighbors(question: Question) -> Iterator[Hypothesis]:
         size = made.shape[-1] if made.dim() else 0
         if size < 4 or size % 2:
             continue
-        every = torch.arange(size)
-        pairs, halves = ("pairs of neighbors", (-1, 2)), ("halves", (2, -1))
-        orders = {
-            f"{one} are rotated in the candidate, {other} in the baseline (interleaved)": every.reshape(shape).T
-            for (one, shape), (other, _) in ((pairs, halves), (halves, pairs))
-        }
+        words = ("pairs of neighbors", "halves")
         for source in [*trial.inputs, *trial.ops[: trial.ops.index(node)]]:
             given = trial.values[source]
             if not is_real(given) or given.shape != made.shape or not _is_parted(question, source, node):
                 continue
-            for text, places in orders.items():
-                order = places.reshape(-1)
-                changed = trial.changed_between(source, given[..., order], node)
+            for (one, other), parts in ((words, (2, size // 2)), (words[::-1], (size // 2, 2))):
+                order = _places(parts, (1, 0))
+                changed = trial.changed({source: given[..., order]}, node)
                 if changed is not None and changed.shape == made.shape:
-                    yield Hypothesis("position", text, {node: changed[..., torch.argsort(order)]})
+                    text = f"{one} are rotated in the candidate, {other} in the baseline (interleaved)"
+                    yield Hypothesis("position", text, {node: changed[..., order.argsort()]})
 
 
 def _is_parted(question: Question, source: Node, node: Node) -> bool:
@@ -307,10 +295,8 @@ def _part_orders(widths: Sequence[int], heads_of: dict[int, set[int]]) -> Iterat
                     continue
                 there = [parts[i] for i in order]
                 how = f": each head holds its {number} parts" if order == (1, 0, 2) else ""
-                text = (
-                    f"is taken apart as {_product(there)} in the candidate, as {_product(parts)} in the baseline{how}"
-                )
-                yield _places(parts, order), text
+                text = f"is taken apart as {_product(there)} in the candidate, as {_product(parts)} in the baseline"
+                yield _places(parts, order), f"{text}{how}"
         return
     # Queries share keys: as many groups as there are heads of the narrowest part.
     for groups in sorted(heads_of[min(widths)]):
@@ -330,9 +316,8 @@ def _not_grouped(question: Question, node: Node, given: Sequence[int], made: tor
         groups, members, width = parts
         sizes = [groups * (members - _BESIDE) * width, *[groups * width] * _BESIDE]
         found = [part.reshape(groups, -1) for part in torch.split(torch.arange(sum(sizes)), sizes)]
-        text = f"its {members} parts in each of {groups} groups in the baseline"
-        text = f"holds one part after the other in the candidate, {text}"
-        text = f"{question.label(node.all_input_nodes[0])} {text}"
+        text = f"{question.label(node.all_input_nodes[0])} holds one part after the other in the candidate"
+        text += f", its {members} parts in each of {groups} groups in the baseline"
         yield Hypothesis("permuted", text, {node: _reordered(torch.cat(found, dim=1).reshape(-1), axis, joined)})
 
 

@@ -1,4 +1,4 @@
-"""Masks that are another one: causal or not, windows, heads that share keys; which positions see which others."""
+"""Attention that sees something else: masks, windows, heads that share keys, caches that are read wrongly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from glassengine.judge.hypotheses.mistakes.tensor_roles import PLACING
-from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, bound
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, bound, reading
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall
 from glassengine.judge.site_pairs import down
@@ -128,27 +128,23 @@ def _heads(question: Question, node: Node) -> Iterator[Edit]:
     if query.dim() != 4 or key.dim() != 4:
         return
     heads, shared = query.shape[1], key.shape[1]
-
-    def repeated(call: TrialCall) -> Any:
-        own, kwargs = bound(call.node.target, call.args, call.kwargs)
-        spread = [t.repeat(1, heads // shared, 1, 1) for t in own[1:3]]
-        return call.target(own[0], *spread, *own[3:], **{**kwargs, "enable_gqa": False})
-
-    if shared < heads and heads % shared == 0 and shared > 1:
-        yield repeated
+    if 1 < shared < heads and heads % shared == 0:
+        yield _with_heads(torch.arange(heads) % shared)
     for group in range(2, heads) if shared == heads else ():
-        if heads % group:
-            continue
-        order = torch.arange(heads).reshape(-1, group).T.reshape(-1)
+        alike = key.reshape(key.shape[0], -1, group, *key.shape[2:]) if heads % group == 0 else None
+        if alike is not None and torch.equal(alike, alike[:, :, :1].expand_as(alike)):
+            yield _with_heads(torch.arange(heads).reshape(-1, group).T.reshape(-1))
 
-        def in_turn(call: TrialCall, order: torch.Tensor = order, group: int = group) -> Any:
-            key, value = call.args[1], call.args[2]
-            alike = key.reshape(key.shape[0], -1, group, *key.shape[2:])
-            if not torch.equal(alike, alike[:, :, :1].expand_as(alike)):
-                raise ValueError("heads do not share keys")
-            return call.target(call.args[0], key[:, order], value[:, order], *call.args[3:], **call.kwargs)
 
-        yield in_turn
+def _with_heads(order: torch.Tensor) -> Edit:
+    """Return the edit by which each head reads other keys and values, and none is shared."""
+
+    def edit(call: TrialCall) -> Any:
+        args, kwargs = bound(call.node.target, call.args, call.kwargs)
+        kwargs.pop("enable_gqa", None)
+        return call.target(args[0], *(one[:, order] for one in args[1:3]), *args[3:], **kwargs)
+
+    return edit
 
 
 def seen_by(mask: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -258,3 +254,79 @@ def _which(found: torch.Tensor) -> str:
     if len(listed) <= _MOST_LISTED:
         return f"position {', '.join(map(str, listed))}"
     return f"{int(found.sum())} of {found.numel()} others"
+
+
+_MOST_LOST = 32
+_KEY, _VALUE = 1, 2
+_WHICH = {"keys and values": (_KEY, _VALUE), "keys": (_KEY,), "values": (_VALUE,)}
+IN_8_BITS = "the {} are cached in 8 bits, with a scale for each row"
+
+
+def of_caches(question: Question) -> Iterator[Hypothesis]:
+    """Yield: an attention behind a cache that reads something else for the tokens of earlier steps."""
+    for node in reversed(question.trial.ops):
+        if op_name(node) == "index_copy":
+            yield Hypothesis("dtype", IN_8_BITS.format("keys or values"), {node: lambda call: _in_8_bits(call.value)})
+        if traits_of(node).rounding is not Rounding.ATTENTION:
+            continue
+        args, _ = bound(node.target, node.args, node.kwargs)
+        mask = question.trial.tensor(args[MASK])
+        query, key, value = (question.trial.values[args[place]] for place in range(3))
+        rows, columns = query.shape[-2], key.shape[-2]
+        seen = torch.ones(rows, columns, dtype=torch.bool) if mask is None else seen_by(mask, rows, columns)
+        slots = seen.reshape(-1, columns).any(0).nonzero().flatten()
+        if len(slots) <= rows or key.shape != value.shape:
+            continue  # nothing comes from a cache
+        for lost in [*range(1, min(len(slots) - rows, _MOST_LOST)), len(slots) - rows]:
+            kept = seen.clone()
+            kept[..., slots[len(slots) - rows - lost : len(slots) - rows]] = False
+            tokens = "tokens" if lost > 1 else "token"
+            text = f"the cache lacks the last {lost} {tokens} of the {len(slots) - rows} from earlier steps"
+            yield Hypothesis("stale", text, {node: masked(kept)})
+        both = (_changes(slots, rows, one) for one in (key, value))
+        for (kind, text, of_key), (_, _, of_value) in zip(*both, strict=True):
+            changed = {_KEY: of_key, _VALUE: of_value}
+            for which, places in _WHICH.items():
+                edit = reading({place: changed[place] for place in places})
+                yield Hypothesis(kind, text.format(which), {node: edit})
+        joined_values = {_KEY: _joined(value, key, slots, rows), _VALUE: _joined(key, value, slots, rows)}
+        text = "keys and values of earlier steps are exchanged in the cache"
+        yield Hypothesis("swapped", text, {node: reading(joined_values)})
+
+
+def _changes(slots: torch.Tensor, rows: int, one: torch.Tensor) -> Iterator[tuple[Kind, str, torch.Tensor]]:
+    """Yield the kind and the words for a change of keys or of values [..., L, D], and what becomes of them."""
+    newest, before = slots[-rows:], slots[-rows - 1 : -1]
+    for by in (1, -1):
+        text = f"the {{}} in the cache are moved by {by} slot"
+        yield "position", text, _put(one, slots, one[..., slots.roll(by), :])
+    text = "the {} of the newest token are not written to the cache"
+    yield "stale", text, _put(one, newest, one[..., before, :])
+    text = "the {} of the newest token overwrite those before it"
+    yield "position", text, _put(one, before, one[..., newest, :])
+    yield "other", "the {} of the newest token are zero in the cache", one.index_fill(-2, newest, 0.0)
+    for dim, text in ((0, "of another row of the batch"), (1, "of another head")):
+        if one.dim() == 4 and one.shape[dim] > 1:
+            numbers = torch.arange(one.shape[dim])
+            for order in (numbers.flip(0), numbers.roll(1)):
+                moved = _joined(one.index_select(dim, order), one, slots, rows)
+                yield "permuted", f"the {{}} of earlier steps are those {text}", moved
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        yield "dtype", f"the {{}} are cached in {str(dtype).removeprefix('torch.')}", one.to(dtype).to(one.dtype)
+    yield "dtype", IN_8_BITS, _in_8_bits(one)
+
+
+def _in_8_bits(one: torch.Tensor) -> torch.Tensor:
+    scale = one.abs().amax(-1, keepdim=True) / 127
+    return torch.where(scale > 0, (one / scale).round() * scale, one)
+
+
+def _put(one: torch.Tensor, slots: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    found = one.clone()
+    found[..., slots, :] = made
+    return found
+
+
+def _joined(earlier: torch.Tensor, now: torch.Tensor, slots: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return a tensor with the earlier slots of one and all others of another."""
+    return _put(now, slots[:-rows], earlier[..., slots[:-rows], :])

@@ -19,6 +19,7 @@ from glassengine.judge.hypotheses.mistakes.tensor_roles import (
     is_of_before,
     is_stored,
     least_position,
+    module_of,
 )
 from glassengine.judge.hypotheses.trials.hypothesis import (
     Hypothesis,
@@ -29,6 +30,7 @@ from glassengine.judge.hypotheses.trials.hypothesis import (
     shown,
     tensors_of,
     whole_of,
+    with_leaves,
 )
 from glassengine.judge.hypotheses.trials.question import Question, broadcasts_alike
 from glassengine.judge.hypotheses.trials.trial import Edit, factor_between
@@ -63,16 +65,17 @@ def exchanged(question: Question) -> Iterator[Hypothesis]:
     for node in trial.inputs:
         part = part_of(question.in_baseline(node))
         for name, found in question.others.items() if whole_of(part) is not None else ():
-            taken = part_of(question.named[question.sources[name]])
+            taken = part_of(question.sources[name])
             is_beside = taken is not part and taken.args[:1] == part.args[:1] and _are_alike(found, trial.values[node])
             if is_beside and question.are_exchanged(part, taken):
                 first, second = sorted([part, taken])
                 text = f"{question.maker(first)} and part {second.args[1]} are exchanged"
                 yield Hypothesis("swapped", text, {node: double(found)}, made_in=part)
     for node in reversed(trial.ops):
-        is_of_two = traits_of(node).kind in ("term", "factor")  # sides that are expanded may change places, too
+        # Sides that are expanded may change places, too, and parts of other sizes: a token before all others.
+        is_any = traits_of(node).kind in ("term", "factor") or argument_names(node.target)[:1] == ["tensors"]
         for (i, a), (j, b) in itertools.combinations(tensors_of(trial, node), 2):
-            is_alike = is_of_two or _are_alike(trial.values[a], trial.values[b])
+            is_alike = is_any or _are_alike(trial.values[a], trial.values[b])
             if not traits_of(node).commutes and a is not b and is_alike:
                 yield _exchanged(question, node, (i, a), (j, b))
     for node in trial.ops:
@@ -81,12 +84,6 @@ def exchanged(question: Question) -> Iterator[Hypothesis]:
             if _are_alike(trial.values[a], trial.values[b]):
                 text = f"parts {a.args[1]} and {b.args[1]} of {op_name(node)} are exchanged"
                 yield Hypothesis("swapped", text, {a: trial.values[b], b: trial.values[a]})
-    for node in reversed(trial.ops):
-        # A token before all others, what is kept before.
-        is_joined = argument_names(node.target)[:1] == ["tensors"]
-        for one, other in itertools.combinations(tensors_of(trial, node), 2) if is_joined else ():
-            if trial.values[one[1]].shape != trial.values[other[1]].shape:
-                yield _exchanged(question, node, one, other)
     for a, b in itertools.combinations(trial.inputs, 2):
         if _are_alike(trial.values[a], trial.values[b]):
             text = _exchanged_inputs(question, a, b)
@@ -132,18 +129,15 @@ def left_out(question: Question) -> Iterator[Hypothesis]:
         for place, source in tensors:
             label, what = names[place] if place < len(names) else "", question.label(source)
             if label == "bias" or place == traits.addend:
-                zeros = reading({place: torch.zeros_like(trial.values[source])})
                 text = f"the bias of {name} is missing: {what}"
-                yield Hypothesis("bias missing", text, {node: zeros}, "bias", (what, None))
+                yield Hypothesis("bias missing", text, {node: _filled(place, 0.0)}, "bias", (what, None))
             elif traits.kind == "norm" and label == "weight":
-                ones = reading({place: torch.ones_like(trial.values[source])})
-                yield Hypothesis("scale", f"the weight of {name} is missing: {what}", {node: ones})
-        for place, source in tensors if name == "einsum" and len(tensors) > 1 else ():
-            ones = reading({place: torch.ones_like(trial.values[source])})
-            yield Hypothesis("scale", f"{question.label(source)} is not multiplied", {node: ones}, lost=source)
-        for place, source in tensors[:2] if name == "lerp" else ():
-            zeros = reading({place: torch.zeros_like(trial.values[source])})
-            yield Hypothesis("other", f"{question.label(source)} is not read: zeros stand in its place", {node: zeros})
+                yield Hypothesis("scale", f"the weight of {name} is missing: {what}", {node: _filled(place, 1.0)})
+            elif name == "einsum" and len(tensors) > 1:
+                yield Hypothesis("scale", f"{what} is not multiplied", {node: _filled(place, 1.0)}, lost=source)
+            elif name == "lerp" and place < 2:
+                text = f"{what} is not read: zeros stand in its place"
+                yield Hypothesis("other", text, {node: _filled(place, 0.0)})
         # What a reversed subtraction is without its second operand is no value of the first.
         if traits.kind in ("term", "factor") and name != "rsub":
             if len(tensors) == 2:
@@ -159,6 +153,11 @@ def left_out(question: Question) -> Iterator[Hypothesis]:
                 text = f"{done_by(done)} is missing"
                 text += "" if first.shape == made.shape else f": {question.label(tensors[0][1])} is read as it is"
                 yield Hypothesis(_kind_of_missing(done), text, {node: found}, lost=node)
+
+
+def _filled(place: int, number: float) -> Edit:
+    """Return the edit by which an op reads one number instead of a tensor."""
+    return lambda call: with_leaves(call, {place: torch.full_like(call.leaves[place], number)})
 
 
 def _written(node: Node) -> Node:
@@ -338,7 +337,7 @@ def another(question: Question) -> Iterator[Hypothesis]:
             other = torch.zeros_like(value) + double(found)  # a row stands for a column
             if torch.equal(other, value):
                 continue
-            factor, source = _factor(value, other), question.named.get(question.sources.get(name, ""))
+            factor, source = _factor(value, other), question.sources.get(name)
             kind, text = _instead(question, node, source, name)
             if factor is not None:
                 made = origin_of(question.in_baseline(node))
@@ -348,12 +347,8 @@ def another(question: Question) -> Iterator[Hypothesis]:
                     text = f"{question.label(node)} is scaled by {factor:.6g}: it is {name}"
             yield Hypothesis(kind, text, {node: other})
             for reader in readers if len(readers) > 1 else ():
-                edit = _reading_instead(question, reader, node, other)
+                edit = reading({place: other for place, leaf in tensors_of(trial, reader) if leaf is node})
                 yield Hypothesis(kind, f"{text}, where {op_name(reader)} reads it", {reader: edit})
-
-
-def _reading_instead(question: Question, reader: Node, node: Node, other: Tensor) -> Edit:
-    return reading({place: other for place, leaf in tensors_of(question.trial, reader) if leaf is node})
 
 
 def another_inside(question: Question) -> Iterator[Hypothesis]:
@@ -376,7 +371,7 @@ def another_pass(question: Question) -> Iterator[Hypothesis]:
     if theirs and ours - theirs:
         return  # what the candidate lacks reads nothing else: it is left out
     inside = {question.label(n): (question.in_baseline(n), trial.values[n]) for n in [*trial.inputs, *trial.ops]}
-    there = {name: (question.named.get(question.sources.get(name, "")), one) for name, one in question.others.items()}
+    there = {name: (question.sources.get(name), one) for name, one in question.others.items()}
     made: dict[Any, list[tuple[str, Node, Any]]] = defaultdict(list)
     for name, (node, value) in {**there, **inside}.items():
         if node is not None and (place := _made_at(node)) is not None:
@@ -412,16 +407,12 @@ def _instead(question: Question, node: Node, other: Node | None, name: str) -> t
         views = [f"{op_name(one)}({', '.join(map(shown, constants_of([one])))})" for one in (other, own)]
         return "swapped", f"{views[0]} of {question.maker(ours)} instead of {views[1]}"
     if _made_at(ours) is not None and _made_at(ours) == _made_at(theirs):
-        if _module_of(ours) != _module_of(theirs):
+        if module_of(ours) != module_of(theirs):
             return "swapped", f"that of another layer is read: {text}"
         is_earlier = theirs < ours
         which = "an earlier" if is_earlier else "a later"
         return "stale" if is_earlier else "swapped", f"that of {which} pass of its loop is read: {text}"
     return ("stale" if is_of_before(question, other) and not is_of_before(question, node) else "swapped"), text
-
-
-def _module_of(node: Node) -> str:
-    return next((path for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values())), "")
 
 
 def _factor(value: Tensor, other: Tensor) -> float | None:

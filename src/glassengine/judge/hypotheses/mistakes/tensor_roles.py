@@ -14,8 +14,8 @@ from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
 
-_NEAR, _NEAR_ABOVE = 8, 5
-"""Steps within which a tensor is counted, or read; above an operand, within which a table of positions is made."""
+_NEAR = 8
+"""Steps within which a tensor is counted, or read."""
 _LEAST = 3
 """Fewer different numbers are flags."""
 _FEW = 64
@@ -60,8 +60,8 @@ def is_counted(question: Question, node: Node) -> bool:
 
 def is_stored(question: Question, node: Node) -> bool:
     """Whether a tensor is a weight, or rows of one that are the same for all inputs: a table of positions."""
-    ends = frozenset() if node.name in question.weights else _made_of(question, node)
-    return node.name in question.weights or (bool(ends) and ends <= question.stored)
+    ends = frozenset([node.name]) if node.name in question.weights else _made_of(question, node)
+    return bool(ends) and ends <= question.weights
 
 
 def is_of_before(question: Question, node: Node) -> bool:
@@ -69,7 +69,7 @@ def is_of_before(question: Question, node: Node) -> bool:
     if "zeros" in op_name(question.in_baseline(node)):
         return True
     ends = _made_of(question, node) or frozenset({node.name})
-    return bool(ends & question.kept) and ends <= question.stored | question.kept
+    return bool(ends & question.kept) and ends <= question.weights | question.kept
 
 
 def _made_of(question: Question, node: Node) -> frozenset[str]:
@@ -91,6 +91,11 @@ def is_taken_apart(question: Question, node: Node) -> bool:
     return any(op_name(user) in _PARTING for one in walk([own], following, _NEAR) for user in one.users)
 
 
+def module_of(node: Node) -> str:
+    """Return the path of the module that calls an op; "" where none is known."""
+    return next((path for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values())), "")
+
+
 def _shape(node: Node) -> tuple[int, ...]:
     return getattr(node.meta.get("val"), "shape", ())
 
@@ -106,8 +111,7 @@ def least_position(value: torch.Tensor) -> int:
 def makes_sines(question: Question, node: Node) -> bool:
     """Whether a node makes sines or cosines of positions: with the other sign, they turn the other way."""
     own = question.in_baseline(node)
-    above = walk([own], lambda one: () if op_name(one) in PLACING else one.all_input_nodes, _NEAR)
-    return any(op_name(one) in PLACING for one in above) and any(op_name(one) in _COUNTED for one in up(own, _FAR))
+    return is_placing(own) and any(op_name(one) in _COUNTED for one in up(own, _FAR))
 
 
 def is_of_places(question: Question, node: Node, axes: tuple[int, ...]) -> bool:
@@ -128,12 +132,6 @@ def is_near_attention(node: Node) -> bool:
     """Whether attention reads what is made of a node, or the node is made of what comes out of one."""
     near = (node, *up(node, _NEAR), *down([node], depth=_NEAR))
     return any(word in op_name(one) for one in near for word in ("softmax", "attention"))
-
-
-def comes_from(question: Question, node: Node, names: frozenset[str]) -> bool:
-    """Whether a node is one of some ops, or made by one a few ops above."""
-    own = question.in_baseline(node)
-    return any(op_name(one) in names for one in (own, *up(own, _NEAR_ABOVE)))
 
 
 def only_hides(question: Question, edited: Collection[Node]) -> bool:
@@ -169,7 +167,7 @@ def are_of_positions(question: Question, edited: Collection[Node], kind: Kind) -
         return True
     if all(is_counted(question, node) or _counts(there) for node, there in zip(edited, own, strict=True)):
         return True
-    return all(is_placed(node, question.stored) or (kind in OF_VALUES and is_of_rotation(node)) for node in own)
+    return all(is_placed(node, question.weights) or (kind in OF_VALUES and is_of_rotation(node)) for node in own)
 
 
 def _is_table_by_positions(question: Question, node: Node) -> bool:
@@ -178,13 +176,13 @@ def _is_table_by_positions(question: Question, node: Node) -> bool:
     if op_name(rows) not in _LOOKED_UP or len(rows.all_input_nodes) != 2:
         return False
     table, places = rows.all_input_nodes
-    return table.name in question.stored and is_counted_alone(question, places)
+    return table.name in question.weights and is_counted_alone(question, places)
 
 
 def is_counted_alone(question: Question, node: Node) -> bool:
     """Whether a node is made of positions that are counted, and of stored numbers: distances, times a slope."""
     own = question.in_baseline(node)
-    return counts_alone(own, question.stored) and any(map(_counts, (own, *up(own))))
+    return counts_alone(own, question.weights) and any(map(_counts, (own, *up(own))))
 
 
 def _counts(node: Node) -> bool:
@@ -261,10 +259,10 @@ def _is_turned(node: Node) -> bool:
     """Whether a node multiplies something by sines or cosines."""
     if node.op != "call_function" or traits_of(node).kind != "factor" or len(node.all_input_nodes) != 2:
         return False
-    return sum(map(_is_placing, node.all_input_nodes)) == 1
+    return sum(map(is_placing, node.all_input_nodes)) == 1
 
 
-def _is_placing(node: Node) -> bool:
+def is_placing(node: Node) -> bool:
     """Whether a sine or cosine is near above, with nothing between that makes values of tokens or of images."""
 
     def following(one: Node) -> list[Node]:

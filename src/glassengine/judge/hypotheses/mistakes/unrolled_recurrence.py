@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
-from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, reading, tensors_of
+from glassengine.judge.hypotheses.mistakes.tensor_roles import module_of
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, leaves_of, reading, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall
+from glassengine.judge.hypotheses.trials.trial import Edit
 from glassengine.judge.site_pairs import ancestors, passes_on
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
@@ -27,18 +27,12 @@ def recurrences(question: Question) -> Iterator[Hypothesis]:
         read = tensors_of(question.trial, op)
         if len(read) > 1 and not passes_on(op):
             shapes = tuple(question.trial.values[source].shape for _, source in read)
-            groups.setdefault((op.target, shapes, _module_of(question, op)), []).append(op)
+            # Layers that follow each other are no steps of one recurrence.
+            groups.setdefault((op.target, shapes, module_of(question.in_baseline(op))), []).append(op)
     for group in groups.values():
         if len(group) >= _LEAST_STEPS:
             yield from _carried(question, group)
             yield from _one_late(question, group)
-
-
-def _module_of(question: Question, op: Node) -> str:
-    """Return the path of the module that calls an op: layers that follow each other are no steps of one recurrence."""
-    stack = question.in_baseline(op).meta.get("nn_module_stack") or {"": ("", None)}
-    path: str = list(stack.values())[-1][0]
-    return path
 
 
 def _carried(question: Question, group: Sequence[Node]) -> Iterator[Hypothesis]:
@@ -49,7 +43,7 @@ def _carried(question: Question, group: Sequence[Node]) -> Iterator[Hypothesis]:
         if len(chain) < _LEAST_STEPS:
             continue
         (other,) = [at for at, _ in tensors_of(trial, chain[-1]) if at != place][:1]
-        what, where = question.label(_leaf(chain[-1], place)), f"in {len(chain)} steps"
+        what, where = question.label(leaves_of(chain[-1])[place]), f"in {len(chain)} steps"
         kind = traits_of(chain[-1]).kind
         if kind in ("term", "factor"):
             verb = "multiplied" if kind == "factor" else "added"
@@ -57,11 +51,11 @@ def _carried(question: Question, group: Sequence[Node]) -> Iterator[Hypothesis]:
             yield Hypothesis("stale", text, dict.fromkeys(chain, _alone(other)))
         if kind == "factor":
             # What is added in each step is what the recurrence is given: all of it is left out by no mistake in steps.
-            text = f"{question.label(_leaf(chain[-1], other))} is not multiplied, {where}"
+            text = f"{question.label(leaves_of(chain[-1])[other])} is not multiplied, {where}"
             yield Hypothesis("scale", text, dict.fromkeys(chain, _alone(place)))
-        first = trial.values[_leaf(chain[0], place)]
+        first = trial.values[leaves_of(chain[0])[place]]
         # Where it is zero, the state is lost.
-        if first.shape == trial.values[_leaf(chain[-1], place)].shape and bool(first.any()):
+        if first.shape == trial.values[leaves_of(chain[-1])[place]].shape and bool(first.any()):
             text = f"each step reads the first state ({what}), {where}"
             yield Hypothesis("stale", text, dict.fromkeys(chain[1:], reading({place: first})))
 
@@ -70,7 +64,7 @@ def _one_late(question: Question, group: Sequence[Node]) -> Iterator[Hypothesis]
     """What reads the state of each step reads that of the step before it."""
     trial = question.trial
     for place, _ in tensors_of(trial, group[-1]):
-        states = [_leaf(op, place) for op in group]
+        states = [leaves_of(op)[place] for op in group]
         values = [trial.values[state] for state in states]
         if len(set(states)) < len(states) or not values[0].is_floating_point():
             continue
@@ -87,22 +81,12 @@ def _chain(group: Sequence[Node], place: int) -> list[Node]:
     """Return the ops that each read by one operand what the one before it made, in order, the last of them last."""
     chain = [group[-1]]
     for op in reversed(group[:-1]):
-        source = _leaf(chain[-1], place)
+        source = leaves_of(chain[-1])[place]
         if source is op or op in ancestors(source):
             chain.append(op)
     return chain[::-1]
 
 
-def _leaf(op: Node, place: int) -> Node:
-    leaf: Node = pytree.tree_leaves((op.args, dict(op.kwargs)))[place]
-    return leaf
-
-
 def _alone(place: int) -> Edit:
     """Leave one operand, as it is when the edit is made, of the shape of the result."""
-
-    def edit(call: TrialCall) -> Any:
-        leaf = pytree.tree_leaves((call.args, dict(call.kwargs)))[place]
-        return leaf.expand(call.value.shape)
-
-    return edit
+    return lambda call: call.leaves[place].expand(call.value.shape)

@@ -7,6 +7,7 @@ apart one after the other. Each of the products is wrong then, and none of them 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,9 +15,9 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.hypotheses.mistakes.fitted_constants import base_of, of_another_base
+from glassengine.judge.hypotheses.mistakes.arguments import base_of, of_another_base
 from glassengine.judge.hypotheses.mistakes.tensor_roles import is_taken_apart
-from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, leaves_of
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import FAILS, Edit, factor_between
 from glassengine.judge.site_pairs import passes_on
@@ -26,7 +27,7 @@ from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
 
 _LEAST_SAME, _ROUNDINGS = 2.0**-22, 16.0
-_MOST_LAYERS = 64
+_NUMBER = re.compile(r"\d+")
 _LEAST_ROW, _MOST_ROWS = 32, 8
 """Of a weight whose levels are counted."""
 _PASSES, _PASSES_OF_SAME = 60, 6
@@ -141,8 +142,7 @@ def every_weight(question: Question) -> Iterator[Hypothesis]:
             continue
         edits: dict[Node, Edit] = {}
         described: dict[str, tuple[Kind, str]] = {}
-        read = (pytree.tree_leaves((op.args, dict(op.kwargs))) for op in (node, alike[0]))
-        for ours, theirs in zip(*read, strict=False):
+        for ours, theirs in zip(leaves_of(node), leaves_of(alike[0]), strict=False):
             own = question.held.get(theirs.name) if isinstance(theirs, Node) and isinstance(ours, Node) else None
             if own is None or ours.name not in question.weights or not is_real(trial.values[ours]):
                 continue
@@ -159,45 +159,33 @@ def every_weight(question: Question) -> Iterator[Hypothesis]:
             yield Hypothesis(described[first][0], text, edits)
 
 
-def another_layer(question: Question) -> Iterator[Hypothesis]:
-    """Yield: all weights of the piece are those of another layer."""
-    held = [node for node in question.trial.inputs if node.name in question.full]
-    parts = [question.full[node.name].split(".") for node in held]
-    for place, part in enumerate(parts[0]) if len(held) > 1 else ():
-        above = parts[0][:place]
-        if not part.isdigit() or any(other[: place + 1] != [*above, part] for other in parts):
-            continue
-        for number in range(_MOST_LAYERS):
-            layer = [*above, str(number)]
-            edits = _of_names(question, held, [".".join([*layer, *other[place + 1 :]]) for other in parts])
-            if number != int(part) and edits is not None:
-                yield Hypothesis("swapped", f"the weights of another layer are read: of {'.'.join(layer)}", edits)
-
-
-def _of_names(question: Question, held: Sequence[Node], names: Sequence[str]) -> dict[Node, Edit] | None:
-    """Return other weights of the model instead of some that are held; None where these are no such weights."""
-    edits: dict[Node, Edit] = {}
-    for node, name in zip(held, names, strict=True):
-        value = question.model.get(name)
-        if value is None or value.shape != question.trial.values[node].shape:
-            return None
-        edits[node] = value.detach().double()
-    return edits
-
-
 def another_module(question: Question) -> Iterator[Hypothesis]:
-    """Yield: all weights of the piece are those of another module of the same kind: of two norms, the other one."""
+    """Yield: all weights of the piece are those of another layer, or of another module of the same kind: a norm."""
     held = [node for node in question.trial.inputs if node.name in question.full]
-    parts = [question.full[node.name].rpartition(".") for node in held]
-    if len(held) < 2 or len({module for module, _, _ in parts}) != 1:
-        return
-    own = parts[0][0]
-    modules = dict.fromkeys(name.rpartition(".")[0] for name in question.model)
-    near = sorted((other for other in modules if other != own), key=lambda other: -_shared(own, other))
-    for other in near[:_MOST_LAYERS]:
-        edits = _of_names(question, held, [f"{other}.{name}" for _, _, name in parts])
-        if edits is not None:
-            yield Hypothesis("swapped", f"the weights of another module are read: of {other}", edits)
+    names = [question.full[node.name] for node in held]
+    modules = {module for name in question.model for module in _modules_of(name)}
+    for own in _modules_of(names[0]) if len(held) > 1 else ():
+        if not all(name.startswith(f"{own}.") for name in names):
+            continue
+        alike = [other for other in modules - {own} if other + names[0].removeprefix(own) in question.model]
+        for other in sorted(alike, key=lambda other: (-_shared(own, other), other)):
+            edits = _of_names(question, held, [other + name.removeprefix(own) for name in names])
+            what = "layer" if _NUMBER.sub("", other) == _NUMBER.sub("", own) else "module"
+            if edits:
+                yield Hypothesis("swapped", f"the weights of another {what} are read: of {other}", edits)
+
+
+def _modules_of(name: str) -> list[str]:
+    """Return the paths of the modules that a weight is in, the outermost first."""
+    return list(itertools.accumulate(name.split(".")[:-1], lambda path, part: f"{path}.{part}"))
+
+
+def _of_names(question: Question, held: Sequence[Node], names: Sequence[str]) -> dict[Node, Edit]:
+    """Return other weights of the model instead of some that are held; nothing where these are no such weights."""
+    values = [question.model.get(name) for name in names]
+    if not all(v is not None and v.shape == question.trial.values[n].shape for v, n in zip(values, held, strict=True)):
+        return {}
+    return {node: value.detach().double() for node, value in zip(held, values, strict=True) if value is not None}
 
 
 def _shared(one: str, other: str) -> int:

@@ -88,23 +88,14 @@ def literals_of(node: Node) -> Iterator[Literal]:
             yield Literal(node, name, value, place)
 
 
-def is_as_theirs(ours: Literal, theirs: Literal, ranks: tuple[int | None, int | None]) -> bool:
-    """Whether two ops of one name have the same argument, each for the number of dimensions of its own input.
-
-    Args:
-        ours: Of the baseline's op.
-        theirs: Of the candidate's.
-        ranks: Number of dimensions of what either op reads first; None if that is not a tensor.
-    """
-    a, b, (here, there) = ours.value, theirs.value, ranks
-    if a != b and here is not None and there is not None and here != there:
-        if ours.name in ("dim", "dim0", "dim1") and isinstance(a, int) and isinstance(b, int):
-            return (a if a < 0 else a - here) == (b if b < 0 else b - there)
-        if ours.name == "pad":
-            # From the last dimension on: those that are not padded may be left out.
-            length = 2 * max(here, there)
-            return [*a, *[0] * (length - len(a))] == [*b, *[0] * (length - len(b))]
-    return bool(a == b)
+def for_any_rank(literal: Literal, rank: int | None) -> Any:
+    """Return an argument as it is for tensors of any number of dimensions: counted from the last one on."""
+    value = literal.value
+    if rank is not None and literal.name in ("dim", "dim0", "dim1") and isinstance(value, int):
+        return value if value < 0 else value - rank
+    while literal.name == "pad" and isinstance(value, (list, tuple)) and value and not any(value[-2:]):
+        value = value[:-2]
+    return value
 
 
 def bound(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -132,12 +123,16 @@ def constants_of(nodes: Iterable[Node]) -> list[Any]:
     return found
 
 
+def leaves_of(node: Node) -> list[Any]:
+    """Return all arguments of an op, those in lists one by one."""
+    return pytree.tree_leaves((node.args, dict(node.kwargs)))
+
+
 def tensors_of(trial: Trial, node: Node) -> list[tuple[int, Node]]:
     """Return the tensor arguments of an op by place: those that stand alone and those of a list, in order."""
-    leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
     return [
         (place, leaf)
-        for place, leaf in enumerate(leaves)
+        for place, leaf in enumerate(leaves_of(node))
         if isinstance(leaf, Node) and isinstance(trial.values.get(leaf), torch.Tensor)
     ]
 

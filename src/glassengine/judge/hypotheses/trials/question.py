@@ -52,18 +52,17 @@ class Question:
         valid: Mask of the elements that count; None for all.
         noise: Rounding of the right piece, relative to the size of its result.
         labels: Name of a node of the piece -> what people call it.
-        weights: Names of the piece's inputs that are weights.
+        weights: Names of all of the baseline's nodes that are weights.
         others: What else could have been read: name for people -> tensor, in its own dtype.
         theirs: The candidate's own ops that match the piece; empty if unknown.
         their_values: Literal and 0-dim constants that these ops use.
         their_weights: Weights of the candidate that these ops read, by name.
         held: Nodes of the candidate that are such weights -> their names.
         read: Inputs of the piece whose counterparts these ops read.
-        stored: Names of all of the baseline's nodes that are weights.
         kept: Names of the baseline's inputs and buffers that hold what the step before left.
         sources: Name for people of each of `others` -> its node.
         run_theirs: Computes the candidate's region; None where that is not known.
-        full: Name of a node of the piece that is a weight -> its full name.
+        full: Name of each of these -> its full name.
         model: Every weight of the baseline by its full name.
         named: The baseline's own nodes by name; a piece holds copies of some.
         is_another: Whether the candidate's tensor belongs to other ops of the baseline: no other tensor explains it.
@@ -95,9 +94,8 @@ class Question:
     maker: Callable[[Node], str] = lambda node: node.name
     is_written_alike: Callable[[Node], bool] = lambda op: False
     are_exchanged: Callable[[Node, Node], bool] = lambda one, other: False
-    stored: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
-    sources: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, Node] = field(default_factory=dict)
     run_theirs: Callable[[], TheirRegion | None] = lambda: None
 
     @cached_property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -91,6 +91,11 @@ class TrialCall:
     def __init__(self, node: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
         self.node, self.target, self.args, self.kwargs, self.value = node, target, args, kwargs, value
 
+    @property
+    def leaves(self) -> list[Any]:
+        """All arguments, those in lists one by one."""
+        return pytree.tree_leaves((self.args, self.kwargs))
+
     def rerun(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the op makes of other arguments."""
         return self.target(*args, **kwargs)
@@ -154,14 +159,14 @@ class Trial:
         """Return a node with its arguments in float64."""
         return self._call(node, self.values, is_known=True)
 
-    def changed(self, edits: Mapping[Node, Edit]) -> torch.Tensor | None:
-        """Return what the piece makes with some nodes changed; None where an op does not take that.
+    def changed(self, edits: Mapping[Node, Edit], end: Node | None = None) -> torch.Tensor | None:
+        """Return what the piece makes with some nodes changed, or one of its nodes; None where an op does not take it.
 
         Raises:
             OutOfWork: Enough was computed.
         """
-        values = self._changed(edits)
-        made = None if values is None else values[self.end]
+        values = self._changed(edits, end)
+        made = None if values is None else values[end or self.end]
         return real_parts(made) if isinstance(made, torch.Tensor) else None
 
     def after(self, edits: Mapping[Node, Edit]) -> Trial | None:
@@ -173,11 +178,13 @@ class Trial:
         found.values, found._made_by = values, {**self._made_by, **edits}
         return found
 
-    def _changed(self, edits: Mapping[Node, Edit]) -> dict[Node, Any] | None:
+    def _changed(self, edits: Mapping[Node, Edit], end: Node | None = None) -> dict[Node, Any] | None:
         below = set().union(*(self._below[node] for node in edits))
+        last = len(self._order) if end is None else self._order[end]
         order = sorted({*edits, *below}, key=self._order.__getitem__)
-        self._spend(node for node in order if node in below)
-        self.budget.spend(sum(_OF_EDIT * self._cost[node] for node in edits))
+        order = [node for node in order if self._order[node] <= last]
+        work = sum(self._cost[node] for node in order if node in below)
+        self.budget.spend(work + _OF_TRIAL + sum(_OF_EDIT * self._cost[node] for node in edits))
         values = dict(self.values)
         try:
             for node in order:
@@ -187,25 +194,6 @@ class Trial:
         except FAILS:
             return None
         return values
-
-    def changed_between(self, source: Node, value: torch.Tensor, end: Node) -> torch.Tensor | None:
-        """Return what `end` makes where `source` has another value, for everything between the two."""
-        touched = self._below[source]
-        self._spend(node for node in self.ops if node in touched)
-        values = {**self.values, source: value}
-        try:
-            for node in self.ops:
-                if node in touched:
-                    values[node] = self._call(node, values).value
-                if node is end:
-                    break
-        except FAILS:
-            return None
-        made = values[end]
-        return made if isinstance(made, torch.Tensor) else None
-
-    def _spend(self, nodes: Iterable[Node]) -> None:
-        self.budget.spend(sum(self._cost[node] for node in nodes) + _OF_TRIAL)
 
     def _call(self, node: Node, values: Mapping[Node, Any], *, is_known: bool = False) -> TrialCall:
         if node.op == "placeholder":

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from glassengine.judge.hypotheses.mistakes.fitted_constants import base_of, origin_of
+from glassengine.judge.hypotheses.mistakes.arguments import base_of, origin_of
 from glassengine.judge.hypotheses.mistakes.weights_read import relation
 
 
