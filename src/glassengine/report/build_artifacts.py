@@ -131,7 +131,7 @@ def index_page(directory: Path, manifest: Mapping[str, Any]) -> str:
         else:
             stages[-1].append("")
     versions = ", ".join(f"{name} {version}" for name, version in manifest["versions"].items() if version)
-    about = "What each did to the graph: nodes are matched by structure, so another numbering is no difference."
+    about = "What each did to the graph: nodes are matched by structure, whatever their numbers."
     columns = ("stage", "nodes", "added", "removed", "changed", "module", "graph", "difference")
     failure = manifest["failure"] or "the build was interrupted"
     return page_text(
