@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.kinds import Row, planted, said, table, trained
-from glassengine.results import KINDS as VOCABULARY
+from glassengine.results.hints import KINDS as VOCABULARY
 from tests.corpus import training
 from tests.corpus.kinds import KINDS, OF_PORTS
 from tests.corpus.mistakes.catalog import MISTAKES

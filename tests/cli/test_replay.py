@@ -100,7 +100,7 @@ def test_so_is_one_on_inductor(tmp_path: Path) -> None:
 def test_the_first_nan_is_named(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(snapshot), "--first-nonfinite"]) == 1
     text = capsys.readouterr().out
-    assert text.startswith("NOT OK: aten.log.default made the first NaN")
+    assert text.startswith("NOT OK: Replay: aten.log.default made the first NaN")
     assert "train.py:14: return self.down(torch.log(" in text
 
 

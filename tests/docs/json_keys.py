@@ -20,7 +20,7 @@ for _module in pkgutil.iter_modules(results.__path__, f"{results.__name__}."):
         if (dataclasses.is_dataclass(_class) or is_typeddict(_class)) and _class not in CLASSES.values():
             CLASSES[f"{_module.name.rpartition('.')[2]}.{_name}" if _name in CLASSES else _name] = _class
 FUNCTIONS_ONLY = {
-    *("ConformanceReport", "ErrorHistogram", "Finding"),
+    *("ConformanceReport", "Finding"),
     *("Fallback", "PendingTensor"),
     *("KernelMistake", "Match", "Sweep", "SweepCase", "TensorMatch"),
     *("Decision", "Findings", "Policy"),

@@ -15,7 +15,6 @@ from glassengine.blocks import pieces
 from glassengine.blocks.arrays import error_stream_of, statistics_of
 from glassengine.numerics import distances
 from glassengine.numerics.distances import (
-    error_histogram,
     measure,
     slice_maxima,
     tensor_hints,
@@ -93,21 +92,6 @@ def test_ulp_of_what_is_not_finite_empty_or_not_floating() -> None:
         ulp_distance(torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
     with pytest.raises(ValueError, match="shapes differ"):
         ulp_distance(torch.zeros(3), torch.zeros(4))
-
-
-def test_histogram_of_errors() -> None:
-    b = torch.zeros(200)
-    c = torch.zeros(200)
-    c[:4] = torch.tensor([1.0, -1.5, 1.999, 2.0])
-    c[190:] = 2.0**-140
-    c[100], c[101], b[101] = math.nan, math.inf, math.inf
-    got = error_histogram(b, c)
-    assert got.counts == {-140: 10, 0: 3, 1: 1}
-    assert (got.num_zero, got.num_nonfinite_mismatch) == (185, 1)
-    assert json.dumps(got.to_dict())
-    assert error_histogram(torch.tensor([True, False]), torch.tensor([7, 0])).counts == {2: 1}
-    assert error_histogram(torch.empty(0), torch.empty(0)).counts == {}
-    assert error_histogram(torch.tensor([1 + 0j]), torch.tensor([1 + 4j])).counts == {2: 1}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.int64])

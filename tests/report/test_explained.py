@@ -26,7 +26,11 @@ def test_one_tensor(wrong: Comparison) -> None:
         and "proven: the baseline with this" in text
     )
     assert "./silu.0: wrong: rounding does not explain the difference" in text
-    assert "judged by the op, computed again" in text and "times the noise floor" in text and "beyond its bound" in text
+    assert (
+        "judged by the op, computed again" in text
+        and "times what rounding alone explains" in text
+        and "times the rounding bound of this op" in text
+    )
     assert "128 of 128 elements differ" in text and "in the candidate: ./gelu.0" in text
     below = "\n".join(explained(wrong, "down/linear.0"))
     assert "passed on: its inputs carried the error in, made by ./silu.0" in below or "identical" in below

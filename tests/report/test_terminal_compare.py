@@ -8,7 +8,7 @@ import torch
 from rich.console import Console, RenderableType
 
 from glassengine.compare.compare import compare, compare_many
-from glassengine.report import terminal_compare
+from glassengine.report import terminal_compare, words
 
 
 def text(renderable: RenderableType) -> list[str]:
@@ -72,7 +72,7 @@ def test_all_are_ok(sides: Path) -> None:
     ],
 )
 def test_short_names_tell_paths_apart(paths: list[str], names: list[str]) -> None:
-    assert terminal_compare.short_names(paths) == names
+    assert words.short_names(paths) == names
 
 
 def test_each_tensor_passes_or_fails(sides: Path) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import glassengine as glass
 from glassengine.diagnose.training_check import TrainingFindings
-from glassengine.results import Comparison, Findings, Pair, Policy, ResultComparison, Verdict, decide
+from glassengine.results import Comparison, Findings, Pair, Policy, ResultComparison, Verdict
+from glassengine.results.findings import decide
 from glassengine.testing import models
 
 

@@ -38,8 +38,8 @@ class Tags(HTMLParser):
 
 def inert(text: str) -> None:
     tags = Tags(text)
-    assert tags.found <= {"div", "strong", "table", "tr", "th", "td", "p", "svg", "rect", "title"}
-    assert {name for name, _ in tags.attributes} <= {"x", "y", "width", "height", "fill", "role", "aria-label"}
+    assert tags.found <= {"div", "strong", "table", "tr", "th", "td", "p"}
+    assert not tags.attributes
     assert len(text) < 20_000 and "\x1b" not in text and "\u202e" not in text
 
 
@@ -61,8 +61,6 @@ def test_the_card_of_a_comparison_is_small_and_inert(found: Comparison) -> None:
         text = result._repr_html_()
         inert(text)
         assert "NOT OK" in text and "layers.31" in text
-    inert(found.pairs[0]._repr_html_())
-    inert(evil._repr_html_())
 
 
 def test_u6_repr_is_one_line(found: Comparison) -> None:

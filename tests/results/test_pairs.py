@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from glassengine.cli.documents import json_pieces, write_json
-from glassengine.results import Figures, Packed, Pair, counts_of, tally_of
+from glassengine.results import Figures, Packed, Pair, counts_of
 from glassengine.results.base import plain
+from glassengine.results.pairs import tally_of
 
 FIGURES = Figures(8, 8, 1e-7, 2e-7, 3e-7, math.inf, 1e-7, 1.0, math.nan, (3, 1), 3.1, 3.2, 0, 0, 1e-6, 1e-5)
 

@@ -14,7 +14,8 @@ import torch
 import glassengine as glass
 from glassengine.cli.documents import json_text
 from glassengine.errors import CorruptError, GlassError, UsageError
-from glassengine.results import Comparison, Comparisons, failure
+from glassengine.results import Comparison, Comparisons
+from glassengine.results.base import failure
 from glassengine.results.stored import read_comparisons
 
 

@@ -21,13 +21,8 @@ from glassengine.cli.shared import Cluster, Map, MinCoverage, MinSnr, TrustEngin
 from glassengine.errors import GlassError, UsageError
 from glassengine.progress import Work
 from glassengine.reading.documents import read_document
-from glassengine.report.terminal_compare import (
-    artifact_comparison,
-    comparison,
-    comparisons,
-    series_comparison,
-    side_by_side,
-)
+from glassengine.report.terminal_compare import comparison, comparisons
+from glassengine.report.terminal_without_tensors import side_by_side
 from glassengine.stores.places import place
 
 _SHARES = ((Work.JUDGING, 1.0),)
@@ -192,7 +187,7 @@ def _artifacts(sides: Sequence[str], report: str | None) -> int:
     places = [place(side) for side in sides]
     directories = [side.parent if side.is_file() else side for side in places]
     result = commands.compare_artifacts(*directories)
-    answer(result.to_dict, lambda: print_answer(artifact_comparison(result)))
+    answer(result.to_dict, lambda: print_answer(side_by_side(result)))
     write_beside(result, report)
     differs = any(stage.status != "identical" for stage in result.stages) or result.differences or result.files
     return 0 if result.ok else 1 if differs else 4
@@ -210,7 +205,7 @@ def _compare_watched(sides: Sequence[str], report: str | None) -> int:
     result = commands.compare_series(*sides)
 
     def show() -> None:
-        print_answer(series_comparison(result))
+        print_answer(side_by_side(result))
         if not settings.quiet:
             err.print("values that both have recorded: glass compare --no-series " + " ".join(sides))
 

@@ -43,20 +43,10 @@ from glassengine.recording.layout.entries import Entries
 from glassengine.recording.layout.noise_floor import NoiseFloor
 from glassengine.recording.source import TensorSource, open_source
 from glassengine.recording.write.policy import NO_VALUES
-from glassengine.results import (
-    VERDICTS,
-    Comparison,
-    Divergence,
-    Findings,
-    Packed,
-    Policy,
-    Skipped,
-    counts_of,
-    over_budget,
-    severity,
-    worst,
-)
+from glassengine.results import VERDICTS, Comparison, Divergence, Findings, Packed, Policy, Skipped, counts_of, worst
 from glassengine.results.comparison import Comparisons
+from glassengine.results.findings import over_budget
+from glassengine.results.pairs import severity
 from glassengine.sites import ROOT, matches, patterns_of
 from glassengine.workers import InProcess, Workers
 from glassengine.workers.processes import Processes

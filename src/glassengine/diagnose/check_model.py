@@ -32,7 +32,8 @@ from glassengine.progress import Progress, silent
 from glassengine.prompt.check import compare_files, compare_in
 from glassengine.prompt.side import NoTokenizer
 from glassengine.prompt.worker import answer, kind_of
-from glassengine.results import FLAGGED, Comparison, Divergence, Findings, Policy, with_grafts, with_prompt
+from glassengine.results import FLAGGED, Comparison, Divergence, Findings, Policy
+from glassengine.results.findings import with_grafts, with_prompt
 from glassengine.results.without_tensors import LEVEL, PromptComparison
 from glassengine.serving.protocol import ServingOptions
 from glassengine.sites import patterns_of

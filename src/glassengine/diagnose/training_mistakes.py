@@ -34,7 +34,8 @@ from glassengine.judge.site_pairs import SitePair
 from glassengine.numerics.float64 import double, is_real
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.program.representation.program import Program
-from glassengine.results import TRIED, Altered, Divergence, Hint, Kind, worst
+from glassengine.results import Altered, Divergence, Hint, Kind, worst
+from glassengine.results.hints import TRIED
 
 EVIDENCE = "gradient"
 _MOST_TRIED, _MOST_ELEMENTS = 48, 1_000_000_000

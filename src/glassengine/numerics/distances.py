@@ -22,7 +22,6 @@ from glassengine.numerics.slices import figures_of
 from glassengine.results import (
     Altered,
     ElementDifference,
-    ErrorHistogram,
     Figures,
     Hint,
     SliceMaxima,
@@ -30,7 +29,7 @@ from glassengine.results import (
     UlpDistance,
 )
 
-__all__ = ["error_histogram", "slice_maxima", "ulp_distance"]
+__all__ = ["slice_maxima", "ulp_distance"]
 
 # Longer axes are summarized in steps, so that the result stays small.
 _MAX_SLICES = 1 << 16
@@ -77,27 +76,6 @@ def ulp_distance(baseline: Tensor, candidate: Tensor) -> UlpDistance:
         worst_index=_index(worst, baseline),
         histogram=tuple(np.trim_zeros(histogram, "b").tolist()),
     )
-
-
-def error_histogram(baseline: Tensor, candidate: Tensor) -> ErrorHistogram:
-    """Return how many errors |c - b| lie between neighboring powers of two.
-
-    Args:
-        baseline: Any dtype; of complex numbers the magnitude of the error counts.
-        candidate: Same shape; any dtype.
-
-    Raises:
-        ValueError: The shapes differ.
-    """
-    num_zero = num_mismatched = 0
-    counts: dict[int, int] = {}
-    for error in _errors(baseline, candidate):
-        num_zero += int(np.count_nonzero(error == 0))
-        num_mismatched += int(np.count_nonzero(error == math.inf))
-        exponents = np.frexp(error[(error > 0) & (error < math.inf)])[1] - 1
-        for exponent, count in zip(*np.unique(exponents, return_counts=True), strict=True):
-            counts[int(exponent)] = counts.get(int(exponent), 0) + int(count)
-    return ErrorHistogram(num_zero, num_mismatched, dict(sorted(counts.items())))
 
 
 @one_thread()

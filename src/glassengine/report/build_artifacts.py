@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from urllib.parse import quote
 
 from glassengine.reading.files import is_regular, open_regular
+from glassengine.report.page.head import Cell, Chip, Head, PageTable, filled, table
+from glassengine.report.page.write import page_text
 
 if TYPE_CHECKING:
     from glassengine.backends.protocol.backend import Layer, Network, NetworkTensor
@@ -25,6 +26,8 @@ _LONGEST = 200
 """Most characters of one attribute; tables of a quantized layer would fill the screen."""
 _MAX_DIFF_BYTES = 200_000
 """Most bytes of one difference on the page; the rest is in its file."""
+_MOST_OPEN = 60
+_DIFFERENCE = "diff-from-previous.txt"
 
 
 def network_text(network: Network, backend: str, sites: Mapping[str, Sequence[str]]) -> str:
@@ -104,42 +107,51 @@ def _identifier(name: str) -> str:
 
 def index_page(directory: Path, manifest: Mapping[str, Any]) -> str:
     """Return the page for the artifacts in `directory`."""
-    environment = Environment(
-        loader=PackageLoader("glassengine.report", "html"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
-    stages = []
+    files: list[list[Cell]] = [
+        [_link(name)] for name in ["manifest.json", *(name for name in manifest["files"] if "/" not in name)]
+    ]
+    for path in sorted(directory.glob("earlier-*")):
+        # A build that was killed has no page.
+        page = next((name for name in ("index.html", "manifest.json") if (path / name).is_file()), "")
+        files += [[_link(f"{path.name}/{page}", f"{path.name}, artifacts of an earlier build")]] * path.is_dir()
+    stages: list[list[Cell]] = []
+    changes: list[PageTable] = []
     for entry in manifest["stages"]:
-        path = directory / entry["directory"] / "diff-from-previous.txt"
-        text = ""
-        is_whole = True
+        name = entry["directory"]
+        counts = [str(entry[key]) for key in ("num_nodes", "added", "removed", "changed")]
+        stages.append([name, *counts, _link(f"{name}/graph_module.py"), _link(f"{name}/graph.txt")])
+        path = directory / name / _DIFFERENCE
         if is_regular(path, inside=directory):
+            stages[-1].append(_link(f"{name}/{_DIFFERENCE}"))
             with open_regular(path, inside=directory) as file:
-                text = file.read(_MAX_DIFF_BYTES).decode("utf-8", "replace")
-                is_whole = not file.read(1)
-        stages.append({**entry, "rows": diff_rows(text), "is_whole": is_whole})
-    top = [name for name in manifest["files"] if "/" not in name]
-    # A build that was killed has no page.
-    earlier = {
-        path.name: next((name for name in ("index.html", "manifest.json") if (path / name).is_file()), "")
-        for path in sorted(directory.glob("earlier-*"))
-        if path.is_dir()
-    }
-    return environment.get_template("artifacts.html.j2").render(
-        manifest=manifest, stages=stages, files=top, earlier=earlier
+                lines = file.read(_MAX_DIFF_BYTES).decode("utf-8", "replace").splitlines()
+            about = f"{counts[1]} added, {counts[2]} removed, {counts[3]} changed; the file has all of it."
+            rows = [(line,) for line in lines]
+            changes.append(table(f"To {name}", about, ("change",), rows, is_open=len(rows) <= _MOST_OPEN))
+        else:
+            stages[-1].append("")
+    versions = ", ".join(f"{name} {version}" for name, version in manifest["versions"].items() if version)
+    about = "What each did to the graph: nodes are matched by structure, whatever their numbers."
+    columns = ("stage", "nodes", "added", "removed", "changed", "module", "graph", "difference")
+    failure = manifest["failure"] or "the build was interrupted"
+    return page_text(
+        Head(
+            f"Build artifacts of {manifest['model']}" if manifest["complete"] else f"Incomplete: {failure}",
+            manifest["complete"],
+            lines=(
+                ("back-end", f"{manifest['backend']}, {manifest['dtype']}"),
+                ("command", " ".join(manifest["command_line"])),
+                ("versions", versions),
+                ("git", str(manifest["git"] or "not in a repository")),
+            ),
+            tables=(
+                table("Files", "What the build made, beside the stages.", ("file",), files, is_open=True),
+                table("Stages", about, columns, stages, is_open=True),
+                *filled(*changes),
+            ),
+        )
     )
 
 
-def diff_rows(text: str) -> list[tuple[str, str]]:
-    """Return (before, after) for each row of a side-by-side view; a line and its replacement share a row."""
-    rows: list[tuple[str, str]] = []
-    for line in text.splitlines():
-        sign, content = line[:1], line[2:]
-        if sign == "-":
-            rows.append((content, ""))
-        elif sign == "+":
-            name = content.partition(":")[0]
-            if rows and rows[-1][0].partition(":")[0] == name and not rows[-1][1]:
-                rows[-1] = (rows[-1][0], content)
-            else:
-                rows.append(("", content))
-    return rows
+def _link(path: str, text: str = "") -> Chip:
+    return Chip("", text or path.rpartition("/")[2], quote(path))

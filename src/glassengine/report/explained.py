@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +12,7 @@ from glassengine.report import words
 from glassengine.report.findings import RULES, ReportFinding, findings, next_step
 from glassengine.report.terminal_check import answer, compared, headline
 from glassengine.report.words import hint_details, of_side, pair_of, size, untried
-from glassengine.results import VERDICTS, Comparison, Divergence, Figures, Pair
+from glassengine.results import VERDICTS, Comparison, Divergence, Hint, Pair
 from glassengine.results.without_tensors import LEVEL
 from glassengine.sites import matches
 
@@ -25,7 +26,6 @@ _VERDICTS = {
     "suspicious": "large for rounding (above 4 times the noise floor), and not large enough to be sure",
     "wrong": "rounding does not explain the difference",
 }
-_RUNS = "several runs of the baseline that round in other ways"
 
 
 def explained(result: Comparison, site: str | None = None) -> list[str]:
@@ -42,9 +42,7 @@ def explained(result: Comparison, site: str | None = None) -> list[str]:
 
 
 def _whole(result: Comparison) -> Iterator[str]:
-    yield headline(result).plain
-    yield compared(result).plain
-    yield from (line.plain for line in answer(result))
+    yield from _answer(result)
     yield f"standing: {result.standing}"
     told = findings(result)
     for finding in told[:_MAX_FINDINGS]:
@@ -100,26 +98,15 @@ def _place(pair: Pair) -> str:
 def _numbers(pair: Pair) -> Iterator[str]:
     if pair.candidate_site != pair.site:
         yield f"in the candidate: {pair.candidate_site}"
-    if pair.noise_ratio is not None:
-        yield f"{pair.noise_ratio:.3g} times the noise floor, which is measured by {_RUNS}"
-    if pair.bound_ratio is not None:
-        within = "within" if pair.bound_ratio <= 1 else "beyond"
-        yield f"{pair.bound_ratio:.3g} times the largest error that rounding can make in this op: {within} its bound"
-    if pair.figures is not None:
-        yield from _figures(pair.figures)
+    found = pair.figures
+    if pair.noise_ratio is not None or found is not None:
+        yield f"error: {size(pair)}"
+    if found is not None and math.isfinite(found.snr_db):
+        yield f"signal-to-noise ratio {found.snr_db:.1f} dB"
+    if found is not None and found.num_nonfinite_mismatch:
+        yield f"{found.num_nonfinite_mismatch} elements are finite on one side only"
     if pair.reason:
         yield f"decided by: {pair.reason}"
-
-
-def _figures(found: Figures) -> Iterator[str]:
-    yield f"{found.num_different} of {found.num_elements} elements differ, signal-to-noise ratio {found.snr_db:.1f} dB"
-    if found.worst_index is not None and found.baseline_at_worst is not None:
-        yield (
-            f"largest at {list(found.worst_index)}: candidate {found.candidate_at_worst:.6g}, "
-            f"baseline {found.baseline_at_worst:.6g}"
-        )
-    if found.num_nonfinite_mismatch:
-        yield f"{found.num_nonfinite_mismatch} elements are finite on one side only"
 
 
 def _from_where(result: Comparison, pair: Pair) -> str:
@@ -134,12 +121,16 @@ def _origin(origin: Divergence) -> Iterator[str]:
     for name, source in (("baseline", origin.source), ("candidate", origin.candidate_source)):
         if source:
             yield f"{name}: {source}"
-    for hint in origin.hints:
-        yield from (f"{what}: {text}" for what, text in hint_details(hint))
-    if (text := untried(origin)) is not None:
-        yield f"not tried: {text}"
+    yield from _mistakes(origin, origin.hints)
     if origin.reproduction:
         yield f"test: python {origin.reproduction}/test_repro.py"
+
+
+def _mistakes(origin: Divergence, hints: Sequence[Hint]) -> Iterator[str]:
+    for hint in hints:
+        yield from (f"{_NAMES.get(what, what)}: {text}" for what, text in hint_details(hint))
+    if (text := untried(origin)) is not None:
+        yield f"not tried: {text}"
 
 
 MOST_LINES = 40
@@ -201,10 +192,7 @@ def _finding(result: Comparison, found: ReportFinding) -> Iterator[str]:
     if origin.where:
         yield f"where: {origin.where}: {origin.group}"
     yield f"error: {size(pair_of(origin, result.pairs))}"
-    for hint in found.hints[:_MAX_HINTS]:
-        yield from (f"{_NAMES.get(what, what)}: {text}" for what, text in hint_details(hint))
-    if (text := untried(origin)) is not None:
-        yield f"not tried: {text}"
+    yield from _mistakes(origin, found.hints[:_MAX_HINTS])
     for name, line in (("candidate", found.candidate), ("baseline", found.baseline)):
         if line is not None and not (name == "baseline" and line == found.candidate):
             yield f"{name} source: {line.place}"

@@ -5,15 +5,15 @@ Rich takes a millisecond a row; a step may have a hundred thousand tensors.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from rich import box
-from rich.cells import cell_len
+from rich.cells import cell_len, chop_cells
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
-from rich.style import Style
 from rich.table import Column
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -77,24 +77,16 @@ class Table(RichTable):
 
     def _lines(self, console: Console, width: int) -> Iterator[Segment]:
         names = [str(column.header) for column in self.columns]
-        nothing = ("",) * len(names)
-        rows = [tuple(map(_plain, cells)) + nothing[len(cells) :] for cells in self._cells]
+        rows = [tuple(map(_plain, cells)) + ("",) * (len(names) - len(cells)) for cells in self._cells]
         columns = zip(names, *rows, strict=True)
         widths = [max(map(len if "".join(texts).isascii() else _width, texts)) for texts in columns]
         _fit(widths, self.columns, width)
         is_right = [column.justify == "right" for column in self.columns]
         yield Segment(_line(names, widths, is_right), console.get_style("table.header"))
         yield Segment("\u2500" * (sum(widths) + len(_GAP) * (len(widths) - 1)) + "\n")
-        unstyled: list[str] = []
         for cells, texts in zip(self._cells, rows, strict=True):
-            styles = [cell.style if isinstance(cell, Text) else "" for cell in cells]
-            if not any(styles):
-                unstyled.append(_line(texts, widths, is_right))
-                continue
-            yield Segment("".join(unstyled))
-            unstyled.clear()
-            yield from _styled(console, texts, styles, widths, is_right)
-        yield Segment("".join(unstyled))
+            style = next((cell.style for cell in cells if isinstance(cell, Text) and cell.style), None)
+            yield Segment(_line(texts, widths, is_right), console.get_style(style) if style else None)
 
 
 class Screen:
@@ -179,26 +171,6 @@ def _width(text: str) -> int:
     return len(text) if text.isascii() else cell_len(text)
 
 
-def _styled(
-    console: Console,
-    texts: Sequence[str],
-    styles: Sequence[str | Style],
-    widths: Sequence[int],
-    is_right: Sequence[bool],
-) -> Iterator[Segment]:
-    """Yield a row with cells that have a style; all of it has where no other cell says anything, or one is folded."""
-    is_alone = sum(map(bool, texts)) == 1
-    if is_alone or any(len(text) > width for text, width in zip(texts, widths, strict=True)):
-        style = next(style for style in styles if style)
-        yield Segment(_line(texts, widths, is_right), console.get_style(style))
-        return
-    for place, text in enumerate(texts):
-        style = styles[place] if place < len(styles) else ""
-        cell = _line([text], widths[place : place + 1], is_right[place : place + 1]).removesuffix("\n")
-        yield Segment(cell, console.get_style(style) if style else None)
-        yield Segment("\n" if place == len(texts) - 1 else _GAP)
-
-
 def _fit(widths: list[int], columns: Sequence[Column], width: int) -> None:
     """Make the widest columns that fold narrower until the table is no wider than `width`, if that is possible."""
     over = sum(widths) + len(_GAP) * (len(widths) - 1) - width
@@ -221,26 +193,13 @@ def _line(texts: Sequence[str], widths: Sequence[int], is_right: Sequence[bool])
     line = _GAP.join(row)
     if line.isascii() and "\n" not in line and len(line) == sum(widths) + len(_GAP) * (len(widths) - 1):
         return line + "\n"
-    folded = [list(_folded(text, width)) for text, width in zip(texts, widths, strict=True)]
+    folded = [
+        [piece for part in text.split("\n") for piece in chop_cells(part, width)]
+        for text, width in zip(texts, widths, strict=True)
+    ]
     lines = []
-    for number in range(max(map(len, folded))):
-        parts = []
-        for pieces, width, right in zip(folded, widths, is_right, strict=True):
-            piece = pieces[number] if number < len(pieces) else ""
-            room = " " * (width - _width(piece))
-            parts.append(room + piece if right else piece + room)
-        lines.append(_GAP.join(parts))
+    for pieces in itertools.zip_longest(*folded, fillvalue=""):
+        rooms = [" " * (width - _width(piece)) for piece, width in zip(pieces, widths, strict=True)]
+        cells = zip(pieces, rooms, is_right, strict=True)
+        lines.append(_GAP.join(room + piece if right else piece + room for piece, room, right in cells))
     return "\n".join(lines) + "\n"
-
-
-def _folded(text: str, width: int) -> Iterator[str]:
-    for line in text.split("\n"):
-        piece, used = "", 0
-        for char in line:
-            size = _width(char)
-            if used + size > width and piece:
-                yield piece
-                piece, used = "", 0
-            piece += char
-            used += size
-        yield piece

@@ -18,14 +18,15 @@ from rich.text import Text
 
 from glassengine.report import words
 from glassengine.report.findings import next_step
+from glassengine.report.page.head import replay_head
+from glassengine.report.page.without_tensors import rollout_tables
 from glassengine.report.table import MOST_ROWS, VERDICT_STYLES, Screen, height, mark, new_table
-from glassengine.report.terminal_without_tensors import prompt, rollout_tables
+from glassengine.report.terminal_without_tensors import document, prompt, terminal_table
 from glassengine.report.words import (
     cost_line,
     exempt,
     input_line,
     judged,
-    replay_sentence,
     result_line,
     step_of,
 )
@@ -33,13 +34,13 @@ from glassengine.results import Comparison, Divergence, DriftRow, Hint, Pair, Qu
 from glassengine.results.sentences import named_mistake, parts_of_source, place_of, short
 
 if TYPE_CHECKING:
-    from glassengine.results.recorded import Bisection, Replayed, ReplayedOutput
+    from glassengine.results.recorded import Replayed
 
 _HEAD, _LEAST_ROWS = 5, 3
 """Lines of the head of a table, and the fewest rows of one."""
 _MAX_RESULTS, _MAX_INPUTS, _MAX_NOTES = 3, 3, 3
 _MAX_HINTS, _MAX_ORIGINS, _MAX_REASONS, _MAX_MISTAKES = 2, 2, 4, 4
-_MAX_OUTPUTS, _MAX_OPS = 20, 8
+_MAX_TOKENS = 5
 _MAX_PROMPT, _LONGEST_SHOWN = 2, 40
 _LEAST_DRIFT_ROWS, _DRIFT_ROWS, _DRIFT_HEAD = 6, 6, 4
 _NAME = 21
@@ -96,7 +97,8 @@ class _Screen:
         kept = [*shown, *tables, *(line for line in rest if line not in spare)]
         room = MOST_ROWS - height(kept, console, options)
         if result.rollout is not None:
-            tables += rollout_tables(result.rollout)
+            causes, *tokens = rollout_tables(result.rollout)
+            tables += [terminal_table(causes), *(terminal_table(one, _MAX_TOKENS) for one in tokens)]
             spare += tables[1:]
         if result.drift:
             # A comparison of two precisions asks where the signal is lost.
@@ -361,72 +363,13 @@ def _decibels(value: float | None) -> str:
 
 def replayed(result: Replayed) -> RenderableType:
     """Return the one screen."""
-    parts: list[RenderableType] = [_replay_headline(result)]
-    if result.error is not None:
-        parts.append(Text(f"it raised: {result.error.strip().splitlines()[0]}", style="bold red"))
-    if result.outputs:
-        parts.append(_outputs(result.outputs))
+    parts = list(document(replay_head(result)))
     if result.comparison is not None:
         parts += [Text(), check(result.comparison)]
-    if result.first_nonfinite is not None:
-        parts += _nonfinite(result)
-    if result.bisection is not None:
-        parts += _bisection(result.bisection)
-    parts += [Text(f"note     {note}", style="yellow") for note in result.notes]
-    if not result.ok and not (result.error or result.comparison or result.first_nonfinite or result.bisection):
+    elif not result.ok and not (result.error or result.first_nonfinite or result.bisection):
         snapshot = shlex.quote(result.snapshot)
         parts.append(Text(f"next     glass replay {snapshot} --compare judges every op, --bisect finds what breaks"))
     return Screen(*parts)
-
-
-def _replay_headline(result: Replayed) -> Text:
-    text = mark(result.ok)
-    text.append(f": {replay_sentence(result)}\n")
-    then = f", recorded with {result.recorded_backend}" if result.recorded_backend else ""
-    text.append(f"execution {result.execution} of {result.executable} on {result.backend}{then}")
-    return text
-
-
-def _outputs(outputs: tuple[ReplayedOutput, ...]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("output", overflow="fold")
-    for name in ("dtype", "shape", "as recorded", "largest difference", "not finite"):
-        table.add_column(name, no_wrap=True)
-    for output, (bits, *others) in itertools.islice(words.outputs(outputs), _MAX_OUTPUTS):
-        style = "red" if output.same_bits is False else ""
-        shape = ",".join(map(str, output.shape))
-        table.add_row(output.name, output.dtype, shape, Text(bits, style=style), *others)
-    if len(outputs) > _MAX_OUTPUTS:
-        table.add_row(f"and {len(outputs) - _MAX_OUTPUTS} more (--json lists all)")
-    return table
-
-
-def _nonfinite(result: Replayed) -> Iterator[Text]:
-    found = result.first_nonfinite
-    assert found is not None
-    yield Text(f"first {found['kinds']}: {found['op']} ({found['node']})", style="bold")
-    if found["module"]:
-        yield Text(f"  module   {found['module']}")
-    if found["source"]:
-        yield Text(f"  source   {short_source(found['source'])}")
-    yield Text(f"  there    {found['num_elements']} of {found['total_elements']} elements")
-
-
-def _bisection(found: Bisection) -> Iterator[Text]:
-    if found.failure is None:
-        return
-    for op in found.ops[:_MAX_OPS]:
-        module = "" if op.module == "." else f" in {op.module}"
-        yield Text(f"  op       {op.op}{module}" + (f"  {op.source}" if op.source else ""))
-    if len(found.ops) > _MAX_OPS:
-        yield Text(f"  op       {len(found.ops) - _MAX_OPS} more")
-    if found.part is not None:
-        yield Text(f"  part     {found.part} (torch's CompilerBisector)")
-    if found.reproduction is not None:
-        yield Text(f"  test     python {found.reproduction}/test_repro.py")
-    else:
-        yield Text("  test     --reproduction DIR writes a test of this piece alone")
-    yield Text(f"  {found.num_trials} pieces of the graph were compiled")
 
 
 def _quantization(result: Comparison, found: Quantization, console: Console, options: ConsoleOptions) -> RenderableType:

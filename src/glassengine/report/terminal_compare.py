@@ -1,4 +1,4 @@
-"""Draws answers of `glass compare` on a terminal: of tensors, of several candidates, engines, artifacts and series.
+"""Draws answers of `glass compare` on a terminal: of tensors, and of several candidates.
 
 In a pipe the same tables are printed without colors; what does not fit a row is never cut out of a name.
 """
@@ -8,22 +8,19 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import PurePath
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from glassengine.errors import shortened
-from glassengine.reading.files import printable
 from glassengine.report import words
 from glassengine.report.table import VERDICT_STYLES, Screen, mark, new_table
 from glassengine.report.terminal_check import because, compared, drift_table, following, lines_of
 from glassengine.report.words import of_side
-from glassengine.results import VERDICTS, Comparison, Figures, Pair, Skipped, Summary, severity, tally_of
-from glassengine.results.backends import ArtifactComparison, StageComparison
-from glassengine.results.comparison import Comparisons, SeriesComparison
-from glassengine.results.engines import SideBySide, StepDifference
+from glassengine.results import VERDICTS, Comparison, Figures, Pair, Skipped, Summary
+from glassengine.results.comparison import Comparisons
+from glassengine.results.pairs import severity, tally_of
 from glassengine.results.sentences import differences
 
 MAX_PAIRS, _MAX_SITES = 4, 8
@@ -32,11 +29,6 @@ _MAX_HINTS = 2
 _MAX_NAMES = 3
 _MAX_APART = 8
 _MAX_REASONS = 5
-_MOST_PARTINGS = 12
-_AGREEMENT_STYLES = {"bitwise": "green", "within rounding": "green", "beyond": "bold red"}
-_MAX_STEPS = 8
-_STAGE_STYLES = {"identical": "green", "inherited": "yellow"}
-_MAX_CHANGES = 12
 _LEAST_TOLD = ("std", "median", "mean", "Inf")
 _STATISTICS = ("min", "mean", "median", "max", "std")
 
@@ -227,31 +219,9 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def series_comparison(result: SeriesComparison) -> RenderableType:
-    """Return the answer for `glass compare` of two watched runs."""
-    verdict = mark(result.ok)
-    verdict.append(f"  {words.series_sentence(result)}")
-    lines = [f"{result.num_steps} common steps, {result.num_series} common series"]
-    if result.first_difference is not None:
-        lines.append(f"first difference: {words.point_words(result.first_difference)}")
-    if result.first_parting is not None:
-        lines.append(f"first apart: {words.point_words(result.first_parting)}")
-        lines.append(f"{result.num_apart} of {result.num_series} series part")
-    parts: list[RenderableType] = [verdict, *map(Text, lines)]
-    if result.num_apart > 1:
-        table = new_table("step", "site", "baseline", "candidate", "difference", "variation")
-        for point in result.partings[:_MOST_PARTINGS]:
-            table.add_row(*words.point_cells(point))
-        parts.append(table)
-        if result.num_apart > _MOST_PARTINGS:
-            parts.append(Text(f"{result.num_apart - _MOST_PARTINGS} more"))
-    parts += [Text(f"only in {printable(text)}") for text in result.only_one]
-    return Screen(*parts, *map(Text, result.notes))
-
-
 def comparisons(result: Comparisons) -> RenderableType:
     """Return the answer: one line per candidate, then a row per tensor with a column per candidate."""
-    columns = short_names([one.candidate for one in result.comparisons])
+    columns = words.short_names([one.candidate for one in result.comparisons])
     good = sum(one.ok for one in result.comparisons)
     answer = mark(result.ok).append(f": {good} of {len(columns)} candidates are ok; baseline {result.baseline}")
     parts: list[RenderableType] = [answer, Text(), _candidates(result, columns), Text()]
@@ -261,16 +231,6 @@ def comparisons(result: Comparisons) -> RenderableType:
         if said:
             parts += [Text(f"\n{name}:", style="bold"), *said]
     return Screen(*parts)
-
-
-def short_names(paths: Sequence[str]) -> list[str]:
-    """Return the shortest ends of `paths` that tell them apart."""
-    parts = [PurePath(path).parts for path in paths]
-    for length in range(1, max(map(len, parts)) + 1):
-        names = [str(PurePath(*part[-length:])) for part in parts]
-        if len(set(names)) == len(set(paths)):
-            return names
-    return list(paths)
 
 
 def _candidates(result: Comparisons, columns: Sequence[str]) -> RenderableType:
@@ -326,84 +286,3 @@ def _cell(pairs: Sequence[Pair]) -> Text:
     return Text(
         pair.verdict if pair.verdict == "identical" else f"{pair.verdict} {size}", style=VERDICT_STYLES[pair.verdict]
     )
-
-
-def side_by_side(result: SideBySide) -> RenderableType:
-    """Return the answer for `glass compare ENGINE ENGINE ...`: verdict, engines, logits, first other tokens, notes."""
-    titles = words.titles(result)
-    verdict = mark(result.ok)
-    verdict.append(f"  logits {words.AGREEMENT[result.agreement]}", style=_AGREEMENT_STYLES[result.agreement])
-    lines = [Text(" ".join(line)) for line in words.engine_lines(result)]
-    parts: list[RenderableType] = [verdict, *lines, Text(), _engine_table(result, titles), Text()]
-    parts += [Text(f"logits against {titles[0]}"), _engine_steps(result, titles)]
-    remarks = [Text(line) for line in words.token_lines(result)]
-    remarks += [Text(f"note     {note}", style="yellow") for note in result.notes]
-    return Screen(*parts, *([Text(), *remarks] if remarks else []))
-
-
-def _engine_table(result: SideBySide, titles: list[str]) -> Table:
-    table = _left_table("", *titles)
-    for title, cells in words.engine_rows(result):
-        table.add_row(Text(title), *map(Text, cells))
-    return table
-
-
-def _engine_steps(result: SideBySide, titles: list[str]) -> Table:
-    table = _left_table("step", *titles[1:])
-    steps = list(zip(*(column.steps for column in result.columns[1:]), strict=True))
-    for row in steps[:_MAX_STEPS]:
-        table.add_row(Text(str(row[0].step)), *(_engine_step(found) for found in row))
-    if len(steps) > _MAX_STEPS:
-        worst = [
-            max(column.steps, key=lambda step: step.noise_ratio or step.rounding_units) for column in result.columns[1:]
-        ]
-        cells = (
-            _engine_step(found).append("" if found.agreement == "bitwise" else f" (step {found.step})")
-            for found in worst
-        )
-        table.add_row(Text(f"worst of {len(steps)}"), *cells)
-    return table
-
-
-def _engine_step(difference: StepDifference) -> Text:
-    return Text(words.step_words(difference), style=_AGREEMENT_STYLES[difference.agreement])
-
-
-def _left_table(*columns: str) -> Table:
-    table = new_table(*columns)
-    for column in table.columns:
-        column.justify, column.no_wrap = "left", False
-    return table
-
-
-def artifact_comparison(result: ArtifactComparison) -> RenderableType:
-    """Return the answer: which stages differ, in which nodes, which options and versions, which files."""
-    parts: list[RenderableType] = [Text(words.artifacts_sentence(result), style="green" if result.ok else "bold red")]
-    parts += [Text(f"note     {note}", style="yellow") for note in result.notes]
-    table = new_table("stage", "status", "added", "removed", "changed")
-    for stage in result.stages:
-        counts = [sum(change.kind == kind for change in stage.changes) for kind in ("added", "removed", "changed")]
-        status = Text(stage.status, style=_STAGE_STYLES.get(stage.status, "bold red"))
-        table.add_row(Text(stage.name), status, *(str(count) if count else "" for count in counts))
-    parts += [Text(), table]
-    for stage in result.stages:
-        parts += _changes(stage)
-    if result.differences:
-        settings = new_table("setting", "baseline", "candidate")
-        for entry in result.differences:
-            settings.add_row(*map(Text, words.setting_cells(entry)))
-        parts += [Text(), settings]
-    if result.files:
-        parts += [Text(), Text(f"files of the back-end that differ: {', '.join(result.files)}")]
-    return Screen(*parts)
-
-
-def _changes(stage: StageComparison) -> list[RenderableType]:
-    if not stage.changes:
-        return []
-    lines: list[RenderableType] = [Text(), Text(f"{stage.name}:", style="bold")]
-    for change in stage.changes[:_MAX_CHANGES]:
-        lines += [Text(f"  {line}", style="red" if line.startswith("-") else "green") for line in change.lines]
-    if len(stage.changes) > _MAX_CHANGES:
-        lines.append(Text(f"  ... and {len(stage.changes) - _MAX_CHANGES} more (--json has all)"))
-    return lines

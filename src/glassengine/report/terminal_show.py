@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections import defaultdict
@@ -91,14 +90,9 @@ def values(tensor: Tensor, title: str, *, full: bool) -> str:
     import torch
 
     # torch formats by settings of the whole process only.
-    before = copy.copy(torch._tensor_str.PRINT_OPTS)
     threshold = tensor.numel() + 1 if full else 1000
-    torch.set_printoptions(threshold=threshold, linewidth=120, precision=6)  # type: ignore[no-untyped-call]
-    try:
-        text = str(tensor)
-    finally:
-        torch._tensor_str.PRINT_OPTS = before
-    return f"{title}\n{text}"
+    with torch._tensor_str.printoptions(threshold=threshold, linewidth=120, precision=6):
+        return f"{title}\n{tensor}"
 
 
 def split(site: str, modules: Mapping[str, str]) -> tuple[str, str]:

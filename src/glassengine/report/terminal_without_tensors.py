@@ -11,17 +11,18 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from glassengine.report.findings import next_of_changes
-from glassengine.report.table import Screen, Table, mark, new_table
-from glassengine.report.words import AGREEMENT
+from glassengine.report.page.head import Chip, Head, PageTable
+from glassengine.report.page.without_tensors import head_of_apart
+from glassengine.report.table import VERDICT_STYLES, Screen, Table, mark, new_table
+from glassengine.report.words import AGREEMENT, bytes_text
 from glassengine.results.backends import CacheReport
+from glassengine.results.stored import Apart
 from glassengine.results.without_tensors import (
     CHANGE_VERDICTS,
     Invariance,
     PromptComparison,
     PromptExample,
     PromptFinding,
-    RolloutComparison,
-    RolloutToken,
     Variation,
 )
 
@@ -80,33 +81,39 @@ def _example(example: PromptExample) -> Iterator[Text]:
         yield Text(f"  {name:<10} {pieces or '(nothing)'}" + (f"   {list(ids)}" if ids else ""))
 
 
-_MOST_TOKENS, _MOST_ALIKE = 5, 2
+_MOST_LINES = 12
 
 
-def rollout_tables(found: RolloutComparison) -> Iterator[RenderableType]:
-    """Yield the causes of the gap, and the tokens where it is largest."""
-    yield _causes(found)
-    if any(one.engine != one.trainer for one in found.worst):
-        yield _tokens(found.worst[:_MOST_TOKENS])
-
-
-def _causes(found: RolloutComparison) -> RenderableType:
-    table = new_table("share", "kind", "cause", first=("share",))
-    for one in found.causes:
-        alike = f" (so would: {'; '.join(one.alike[:_MOST_ALIKE])})" if one.alike else ""
-        table.add_row(f"{one.share:.0%}", one.kind, one.text + alike)
-    table.add_row(f"{found.rest:.0%}", "rest", found.rest_is)
-    for column in table.columns[1:]:
-        column.justify, column.overflow = "left", "fold"
+def terminal_table(shown: PageTable, most: int = _MOST_LINES) -> Table:
+    """Return the first rows of a table of a page."""
+    table = new_table(*shown.columns)
+    for column, kind in zip(table.columns, shown.kinds, strict=True):
+        column.justify, column.no_wrap = ("right", True) if kind == "number" else ("left", False)
+    for row in shown.rows[:most]:
+        table.add_row(
+            *(Text(cell.text, VERDICT_STYLES.get(cell.kind, "")) if isinstance(cell, Chip) else cell for cell in row)
+        )
+    if len(shown.rows) > most:
+        table.add_row(f"... and {len(shown.rows) - most} more (--json has all)")
     return table
 
 
-def _tokens(worst: tuple[RolloutToken, ...]) -> RenderableType:
-    table = new_table("sample", "place", "token", "text", "engine", "trainer", first=("sample", "place", "token"))
-    for one in worst:
-        text = "" if one.text is None else repr(one.text)[1:-1][:24]
-        table.add_row(str(one.sample), str(one.place), str(one.token), text, f"{one.engine:.4f}", f"{one.trainer:.4f}")
-    return table
+def document(head: Head) -> Iterator[RenderableType]:
+    """Yield what a page shows above its data."""
+    yield mark(head.ok).append(f": {head.sentence}")
+    yield Text(f"compared {head.baseline} (baseline) with {head.candidate} (candidate)")
+    yield from (Text(f"source   {one.place}: {one.code}") for one in head.sources)
+    yield from (Text(f"{what:8} {text}") for what, text in head.lines)
+    for shown in head.tables:
+        yield from (Text(), Text(f"{shown.title}: {shown.sentence}"), terminal_table(shown))
+    if head.tables:
+        yield Text()
+    yield from (Text(f"note     {note}", style="yellow") for note in head.notes)
+
+
+def side_by_side(result: Apart) -> RenderableType:
+    """Return the answer on engines, build artifacts or series of watched runs."""
+    return Screen(*document(head_of_apart(result)))
 
 
 _STYLES = {"bitwise": "green", "within rounding": "green", "undecided": "yellow", "beyond rounding": "bold red"}
@@ -210,9 +217,11 @@ def kernels(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 def cache_lines(report: CacheReport) -> Iterator[str]:
     """Yield the lines: where and how full it is, a table of its entries, and why each was compiled."""
-    limit = "turned off: GLASS_CACHE_MAX_BYTES=0" if report.max_bytes == 0 else f"at most {_size(report.max_bytes)}"
+    limit = (
+        "turned off: GLASS_CACHE_MAX_BYTES=0" if report.max_bytes == 0 else f"at most {bytes_text(report.max_bytes)}"
+    )
     count = f"{len(report.entries)} {'entry' if len(report.entries) == 1 else 'entries'}"
-    yield f"{report.directory}: {count}, {_size(report.num_bytes)}, {limit}"
+    yield f"{report.directory}: {count}, {bytes_text(report.num_bytes)}, {limit}"
     if report.problem:
         yield f"not used: {report.problem}"
     if report.entries:
@@ -222,9 +231,9 @@ def cache_lines(report: CacheReport) -> Iterator[str]:
         title = f"{'hits':>5}  {'last used':<16}  {'size':>9}  {'compiled':>8}  why it was compiled"
         yield f"{'key':<8}  {'name':<{width}}  {title}"
         for entry in report.entries:
-            used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used))
+            used, size = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used)), bytes_text(entry.num_bytes)
             yield (
-                f"{entry.key[:8]}  {entry.name:<{width}}  {entry.num_hits:>5}  {used}  {_size(entry.num_bytes):>9}  "
+                f"{entry.key[:8]}  {entry.name:<{width}}  {entry.num_hits:>5}  {used}  {size:>9}  "
                 f"{entry.compile_s:>6.1f} s  {entry.cause}"
             )
     stale = [entry for entry in report.entries if entry.stale]
@@ -235,12 +244,3 @@ def cache_lines(report: CacheReport) -> Iterator[str]:
             yield f"  {entry.key[:8]}  {entry.name:<{width}}  {entry.stale}"
     for key, problem in report.damaged.items():
         yield f"damaged, compiled again when wanted: {key[:8]}  {problem.splitlines()[0]}"
-
-
-def _size(num_bytes: int) -> str:
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from pathlib import PurePath
 from typing import NamedTuple
 
 from glassengine.errors import shortened
-from glassengine.reading.files import printable
 from glassengine.results import (
     FLAGGED,
     MOST_OPS,
@@ -28,9 +27,7 @@ from glassengine.results import (
     SideBySide,
 )
 from glassengine.results.answer import Exemption, InputUsed
-from glassengine.results.backends import Difference
-from glassengine.results.engines import StepDifference
-from glassengine.results.recorded import ReplayedOutput
+from glassengine.results.engines import AGREEMENTS, EngineColumn, StepDifference
 from glassengine.results.sentences import named_mistake
 from glassengine.results.without_tensors import RolloutComparison
 
@@ -358,18 +355,19 @@ def replay_sentence(result: Replayed) -> str:
     return f"{same} of {len(known)} outputs have the same bits as recorded"
 
 
-def outputs(found: Sequence[ReplayedOutput]) -> Iterator[tuple[ReplayedOutput, tuple[str, str, str]]]:
-    """Yield outputs, those that differ first, each with cells: as recorded, largest difference, not finite."""
-    for one in sorted(found, key=lambda one: one.same_bits is not False):
-        bits = {None: "not recorded", True: "same bits", False: f"{one.num_different} differ"}[one.same_bits]
-        yield one, (bits, f"{one.max_abs_diff:.3g}" if one.max_abs_diff else "", one.nonfinite)
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Return the shortest ends of `paths` that tell them apart."""
+    parts = [PurePath(path).parts for path in paths]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = [str(PurePath(*part[-length:])) for part in parts]
+        if len(set(names)) == len(set(paths)):
+            return names
+    return list(paths)
 
 
 def titles(result: SideBySide) -> list[str]:
-    """Return the names of the directories of engines where these tell them apart, else the directories."""
-    directories = [column.engine for column in result.columns]
-    names = [Path(directory).name for directory in directories]
-    return names if len(set(names)) == len(names) and all(names) else directories
+    """Return the names of engines."""
+    return short_names([column.engine for column in result.columns])
 
 
 def engine_rows(result: SideBySide) -> Iterator[tuple[str, list[str]]]:
@@ -386,14 +384,19 @@ def engine_rows(result: SideBySide) -> Iterator[tuple[str, list[str]]]:
         yield option, [column.options[option] for column in columns]
     for what in ("total", "executable", "weights"):
         sizes = [getattr(column, f"{what}_bytes") for column in columns]
-        yield f"{what} size", [_with_ratio(_bytes(size), size, sizes[0]) for size in sizes]
+        yield f"{what} size", [_with_ratio(bytes_text(size), size, sizes[0]) for size in sizes]
     for what in ("prefill", "decode step"):
         times = [column.prefill_ms if what == "prefill" else column.decode_ms for column in columns]
         yield what, ["-" if time is None else _with_ratio(f"{time:.4g} ms", time, times[0]) for time in times]
     total = sum(len(tokens) for tokens in result.token_ids)
     others = (column.num_different_tokens for column in columns[1:])
     yield "tokens", ["chosen", *(f"{number} of {total} differ" if number else "equal" for number in others)]
-    yield "logits", ["-", *(AGREEMENT[column.agreement] for column in columns[1:] if column.agreement)]
+    yield "logits", ["-", *(_worst_step(column) for column in columns[1:])]
+
+
+def _worst_step(column: EngineColumn) -> str:
+    worst = max(column.steps, key=lambda one: (AGREEMENTS.index(one.agreement), one.noise_ratio or one.rounding_units))
+    return step_words(worst) + ("" if worst.agreement == "bitwise" else f" (step {worst.step})")
 
 
 def engine_lines(result: SideBySide) -> list[tuple[str, str]]:
@@ -446,12 +449,6 @@ def artifacts_sentence(result: ArtifactComparison) -> str:
     return "different: the graphs are the same at every stage, settings or files are not"
 
 
-def setting_cells(found: Difference) -> tuple[str, str, str]:
-    """Return the name of a setting, and its value on both sides."""
-    baseline, candidate = ("none" if value is None else str(value) for value in (found.baseline, found.candidate))
-    return found.name, baseline, candidate
-
-
 def series_sentence(result: SeriesComparison) -> str:
     """Return whether two runs go apart."""
     told = _STANDING.get(result.standing, f"the series are {result.standing}")
@@ -461,7 +458,7 @@ def series_sentence(result: SeriesComparison) -> str:
 def point_words(point: SeriesPoint) -> str:
     """Return where two series differ, and by how much."""
     sides = f"{number_words(point.baseline)} against {number_words(point.candidate)}"
-    told = f"step {point.step}, {printable(point.site)}: {sides}"
+    told = f"step {point.step}, {point.site}: {sides}"
     if point.variation is not None:
         told += f", a difference of {number_words(point.difference)} where the variation is "
         told += number_words(point.variation)
@@ -471,7 +468,7 @@ def point_words(point: SeriesPoint) -> str:
 def point_cells(point: SeriesPoint) -> Sequence[str]:
     """Return a point as cells: step, site, baseline, candidate, difference, variation."""
     numbers = (point.baseline, point.candidate, point.difference, point.variation)
-    return [str(point.step), printable(point.site), *map(number_words, numbers)]
+    return [str(point.step), point.site, *map(number_words, numbers)]
 
 
 def number_words(value: float | None) -> str:
@@ -479,12 +476,13 @@ def number_words(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.6g}"
 
 
-def _bytes(size: float) -> str:
+def bytes_text(number: float) -> str:
+    """Return a number of bytes: "3.0 MiB"."""
     for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} GiB"
 
 
 def _with_ratio(text: str, value: float, first: float | None) -> str:

@@ -28,7 +28,6 @@ from glassengine.results.base import (
     Message,
     Result,
     Verdict,
-    failure,
     worst,
 )
 from glassengine.results.comparison import (
@@ -54,7 +53,6 @@ from glassengine.results.engines import (
 )
 from glassengine.results.figures import (
     ElementDifference,
-    ErrorHistogram,
     Figures,
     SliceMaxima,
     Summary,
@@ -66,14 +64,8 @@ from glassengine.results.findings import (
     Findings,
     Interrupted,
     Policy,
-    decide,
-    over_budget,
-    with_grafts,
-    with_prompt,
 )
 from glassengine.results.hints import (
-    KINDS,
-    TRIED,
     Altered,
     Hint,
     Kind,
@@ -85,15 +77,11 @@ from glassengine.results.metrics import (
     MetricSummary,
 )
 from glassengine.results.pairs import (
-    BY_GRID,
     Counts,
     Packed,
     Pair,
     TokenAgreement,
-    added,
     counts_of,
-    severity,
-    tally_of,
 )
 from glassengine.results.recorded import (
     Bisection,
@@ -123,12 +111,9 @@ from glassengine.results.without_tensors import (
 )
 
 __all__ = [
-    "BY_GRID",
     "FLAGGED",
-    "KINDS",
     "MOST_OPS",
     "SCHEMA_VERSION",
-    "TRIED",
     "VERDICTS",
     "Altered",
     "ArtifactComparison",
@@ -147,7 +132,6 @@ __all__ = [
     "DriftRow",
     "ElementDifference",
     "EngineColumn",
-    "ErrorHistogram",
     "Exemption",
     "ExemptionReason",
     "Failure",
@@ -206,14 +190,6 @@ __all__ = [
     "WeightsComparison",
     "WrittenDifferently",
     "WrittenReport",
-    "added",
     "counts_of",
-    "decide",
-    "failure",
-    "over_budget",
-    "severity",
-    "tally_of",
-    "with_grafts",
-    "with_prompt",
     "worst",
 ]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
 
 from glassengine.errors import GlassError
-from glassengine.results import notebook
 
 Verdict = Literal["identical", "rounding", "suspicious", "wrong"]
 VERDICTS: tuple[Verdict, ...] = ("identical", "rounding", "suspicious", "wrong")
@@ -33,10 +32,6 @@ class Result:
         """Return the same, with sequences that make their items when they are asked for as they are."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
         return {name: value if is_lazy(value) else plain(value) for name, value in fields.items()}
-
-    def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
-        return notebook.card_of(self)
 
 
 class Lazy(Sequence[Item]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from glassengine.results.base import Result
@@ -27,18 +26,6 @@ class UlpDistance(Result):
     max_ulp: int | None
     worst_index: tuple[int, ...] | None
     histogram: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ErrorHistogram(Result):
-    """How large the errors |c - b| are: `counts[e]` of them are at least 2 ** e and below 2 ** (e + 1).
-
-    `num_zero` counts elements that agree, `num_nonfinite_mismatch` those without a finite error.
-    """
-
-    num_zero: int
-    num_nonfinite_mismatch: int
-    counts: Mapping[int, int]
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from glassengine.errors import CorruptError
+from glassengine.reading.documents import converted, refuse_newer
 from glassengine.results.base import Result
 
 SCHEMA_VERSION = 1
 _LARGEST = 1e300
+_WHAT = "a report of metrics"
 
 Unit = Literal["ns", "bytes", "count"]
 
@@ -97,19 +99,14 @@ class MetricsReport(Result):
         Raises:
             CorruptError: The data are of a newer schema, or not a report.
         """
-        try:
-            if data["schema_version"] > SCHEMA_VERSION:
-                raise CorruptError(
-                    "the metrics were written by a newer version",
-                    got=f"schema {data['schema_version']}",
-                    expected=f"at most {SCHEMA_VERSION}",
-                    hint="upgrade glassengine",
-                )
-            metrics = tuple(_metric_from_dict(entry) for entry in data["metrics"])
-            counters = {str(name): int(number_from(value)) for name, value in data["counters"].items()}
-            return MetricsReport(metrics, counters, tuple(int(number_from(rank)) for rank in data["ranks"]))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptError("not a metrics report", got=f"{type(error).__name__}: {error}") from error
+        refuse_newer(data.get("schema_version"), SCHEMA_VERSION, "the report", _WHAT)
+        report = converted(data, MetricsReport, "the report", what=_WHAT, words=True)
+        for one in report.metrics:
+            numbers = [one.accumulator, one.value_rate, one.rate, one.mean, one.std_dev, *one.percentiles.values()]
+            numbers += [value for _, value in one.samples]
+            if not all(abs(value) < _LARGEST for value in numbers if value is not None):
+                raise CorruptError(f"{_WHAT} is damaged", got=f"{one.name}: a number that is not finite")
+        return report
 
 
 def number_from(value: object) -> float:
@@ -150,15 +147,3 @@ def _format_time(ns: int) -> str:
         text += f"{ns // 1_000_000:03d}ms"
         ns %= 1_000_000
     return f"{text}{ns // 1000:03d}.{ns % 1000:03d}us"
-
-
-_NUMBERS = ("total_samples", "accumulator", "value_rate", "rate", "mean", "std_dev")
-
-
-def _metric_from_dict(entry: Mapping[str, Any]) -> MetricSummary:
-    if entry["unit"] not in ("ns", "bytes", "count"):
-        raise ValueError(f"unit {entry['unit']!r}")
-    percentiles = {int(percent): number_from(value) for percent, value in entry["percentiles"].items()}
-    samples = tuple((int(number_from(when)), number_from(value)) for when, value in entry["samples"])
-    numbers = {key: number_from(value) for key, value in entry.items() if key in _NUMBERS and value is not None}
-    return MetricSummary(**{**entry, **numbers, "percentiles": percentiles, "samples": samples})

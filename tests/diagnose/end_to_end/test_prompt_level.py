@@ -23,7 +23,8 @@ from glassengine.report.explained import agent_text
 from glassengine.report.findings import findings
 from glassengine.report.page.write import write_report
 from glassengine.report.sarif import sarif
-from glassengine.results import Comparison, Policy, with_prompt
+from glassengine.results import Comparison, Policy
+from glassengine.results.findings import with_prompt
 from glassengine.results.stored import read_comparisons
 from tests.prompt.conftest import _with_transformers as _with_transformers
 

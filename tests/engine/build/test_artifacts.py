@@ -237,7 +237,7 @@ class Links(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = dict(attrs)
         self.found += [values["href"]] if tag == "a" and values.get("href") else []
-        self.outside += [tag] if tag in ("script", "link", "img", "iframe") else []
+        self.outside += [tag] if tag in ("link", "img", "iframe") or "src" in values else []
 
 
 def test_index_links_to_everything_and_needs_nothing(with_pass: Built) -> None:

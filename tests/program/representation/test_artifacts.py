@@ -17,7 +17,7 @@ import glassengine as glass
 from glassengine import commands
 from glassengine.errors import CorruptError, UsageError
 from glassengine.program.representation.artifacts import read_manifest
-from glassengine.report.terminal_compare import artifact_comparison
+from glassengine.report.terminal_without_tensors import side_by_side
 from glassengine.results.backends import ArtifactComparison
 
 PASSES = """
@@ -142,10 +142,10 @@ def test_unfinished_build_is_compared_and_said(artifacts: dict[str, Path], tmp_p
 
 def test_terminal(artifacts: dict[str, Path]) -> None:
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(artifact_comparison(commands.compare_artifacts(artifacts["swap"], artifacts["scale, swap"])))
+    console.print(side_by_side(commands.compare_artifacts(artifacts["swap"], artifacts["scale, swap"])))
     text = console.export_text()
-    assert text.startswith("different: first in stage pass-scale, candidate only")
-    assert "+ mul_tensor: float32[2, 4]" in text and "files of the back-end that differ" in text
+    assert text.startswith("NOT OK: Different: first in stage pass-scale, candidate only")
+    assert "+ mul_tensor: float32[2, 4]" in text and "Files: Of the back-end, that differ." in text
 
 
 @pytest.mark.parametrize(

@@ -171,15 +171,6 @@ def test_the_keyboard_reaches_everything(tab: Open, report: Path) -> None:
     assert not page.locator("dialog").is_visible()
 
 
-def test_the_tree_is_open_at_the_mistake_and_has_its_color(tab: Open, report: Path) -> None:
-    page = tab(report).ready()
-    tree = page.locator("#tree-body")
-    guilty = tree.locator("li", has=page.get_by_role("button", name=GUILTY)).last
-    assert guilty.is_visible() and "s5" in (guilty.locator(".swatch").first.get_attribute("class") or "")
-    guilty.get_by_role("button").first.click()
-    assert GUILTY in page.locator("#detail .name").inner_text()
-
-
 def test_nothing_in_a_name_runs_or_turns_the_text(tab: Open, tmp_path: Path) -> None:
     write_report(hostile(), tmp_path / "report")
     for width in (1280, 400):
@@ -189,8 +180,8 @@ def test_nothing_in_a_name_runs_or_turns_the_text(tab: Open, tmp_path: Path) -> 
         page.locator("#detail .name").wait_for()
         for summary in page.locator("main > section > details > summary").all():
             summary.click()
-        page.locator("#skipped details summary").click()
-        page.locator("#skipped code").first.wait_for()
+        page.locator("#skipped-body details summary").click()
+        page.locator("#skipped-body code").first.wait_for()
         for row in range(len(HOSTILE)):
             page.evaluate("row => { location.hash = `row=${row}`; }", row)
             page.wait_for_timeout(30)
@@ -315,7 +306,6 @@ def test_a_page_without_tensors_has_tables_and_curves(tab: Open, tmp_path: Path)
         found = tab(tmp_path / name, scheme=scheme, width=400)
         page = found.page
         assert page.locator(marks).count() and page.evaluate("document.documentElement.scrollWidth") <= 400
-        page.locator("#theme").wait_for(state="visible")
         page.evaluate((Path(package.__path__[0]) / "axe.min.js").read_text(encoding="utf-8"))
         violations = page.evaluate("async () => (await axe.run()).violations")
         assert [(v["id"], [n["html"][:200] for n in v["nodes"][:3]]) for v in violations] == []

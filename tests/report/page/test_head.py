@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from glassengine.report.page.head import facts_of, filled, is_of_one_process, table
+from glassengine.report.page.head import facts_tables, filled, table
 
 
 def test_differences_stand_first_and_long_lists_are_shortened() -> None:
@@ -9,22 +9,25 @@ def test_differences_stand_first_and_long_lists_are_shortened() -> None:
         "baseline": {"cpu": "a", "versions": {"torch": "2.13"}, "flags": [*flags, "old"], "only": 1},
         "candidate": {"cpu": "a", "versions": {"torch": "2.12"}, "flags": [*flags, "new", "newer"]},
     }
-    found = {fact.name: fact for fact in facts_of(sides)}
-    assert [fact.differs for fact in facts_of(sides)] == [True, True, True, False]
-    assert (found["versions.torch"].baseline, found["versions.torch"].candidate) == ("2.13", "2.12")
-    assert (found["flags"].baseline, found["flags"].candidate) == ("old", "new newer")
-    assert (found["only"].baseline, found["only"].candidate) == ("1", "")
-    assert not is_of_one_process(sides) and is_of_one_process({"baseline": {"a": 1}, "candidate": {"a": 1}})
+    apart, same = facts_tables(sides)
+    found = {name: (ours, theirs) for name, ours, theirs in apart.rows}
+    assert found == {
+        "versions.torch": ("2.13", "2.12"),
+        "flags": ("old", "new newer"),
+        "only": ("1", "not known"),
+    }
+    assert same.rows == (("cpu", "a"),) and same.sentence == "Of both sides."
+    assert "one process" in facts_tables({"baseline": {"a": 1}, "candidate": {"a": 1}})[1].sentence
 
 
 def test_facts_of_every_kind_are_text_without_surprises() -> None:
     deep: dict[str, object] = {}
     for _ in range(50):
         deep = {"x": deep}
-    found = facts_of({"baseline": {"deep": deep, "text": "\u202eabc\n", "long": "y" * 9999, "none": None}})
-    texts = {fact.name: fact.baseline for fact in found}
+    found = facts_tables({"baseline": {"deep": deep, "text": "\u202eabc\n", "long": "y" * 9999, "none": None}})
+    texts = {name: ours for name, ours, _ in found[0].rows}
     assert texts["text"] == "\\u202eabc\\n" and len(texts["long"]) < 2100 and "none" not in texts
-    assert facts_of({}) == []
+    assert not any(one.rows for one in facts_tables({}))
 
 
 def test_a_table_has_no_empty_column_and_sets_numbers_right() -> None:

@@ -92,7 +92,7 @@ def test_engines(tmp_path: Path) -> None:
     chips = re.findall(r'<span class="chip (\w+)">([^<]*)', text)
     size = "max abs 0.25, 3 roundings, noise ratio 0.5"
     assert chips == [("identical", "bitwise equal"), ("rounding", size), ("wrong", size)]
-    for words in ("8 instead of 7", "3 MiB", "1 of 3 differ", "a processor", "note"):
+    for words in ("8 instead of 7", "3.0 MiB", "1 of 3 differ", "a processor", "note"):
         assert words in text
     (tmp_path / "ok").mkdir()
     assert "Logits are within rounding." in page_of(engines("within rounding"), tmp_path / "ok")
@@ -102,7 +102,7 @@ def test_artifacts(tmp_path: Path) -> None:
     text = page_of(artifacts(), tmp_path)
     assert "Different: first in stage fused, different." in text
     assert re.findall(r'<span class="chip (\w+)">(\w+)', text) == [("identical", "identical"), ("wrong", "different")]
-    for words in ("mul: other", "mlp/mul.0", "plugin.txt", "float32", "none"):
+    for words in ("mul: other", "mlp/mul.0", "plugin.txt", "float32", "None"):
         assert words in text
     with pytest.raises(UsageError, match="not those of the result"):
         write_report(artifacts(), tmp_path / "x", recordings=["a", "b"])

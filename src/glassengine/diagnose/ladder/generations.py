@@ -53,8 +53,9 @@ from glassengine.program.kinds.image_text import (
 )
 from glassengine.program.user_code.module_state import own_copies
 from glassengine.progress import Progress, Work
-from glassengine.results import Findings, LevelResult, WeightsComparison, added, worst
+from glassengine.results import Findings, LevelResult, WeightsComparison, worst
 from glassengine.results.answer import Origin
+from glassengine.results.pairs import added
 
 DECODER_IDS = "decoder_input_ids"
 

@@ -45,7 +45,6 @@ from glassengine.program.representation.signature import named_inputs, named_res
 from glassengine.program.user_code.module_state import own_copies, run_alone
 from glassengine.progress import Progress, Work
 from glassengine.results import (
-    BY_GRID,
     FLAGGED,
     CaseInputs,
     Divergence,
@@ -59,6 +58,7 @@ from glassengine.results import (
     counts_of,
     worst,
 )
+from glassengine.results.pairs import BY_GRID
 
 LEVEL = "quantized"
 

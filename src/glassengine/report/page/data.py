@@ -17,18 +17,14 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from glassengine.results import VERDICTS, Divergence, Pair
+from glassengine.results import VERDICTS, Divergence, Pair, TensorValues
 from glassengine.results.base import plain
 from glassengine.results.report import ReportColumn, ReportFiles
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 FOLDER = "data"
 MOST_TENSORS = 200
@@ -166,8 +162,10 @@ class PageValues:
         found.close()
         return tuple(shown)
 
-    def _item(self, pair: Pair, left: int) -> dict[str, Any] | str:
+    def _item(self, pair: Pair, left: int) -> TensorValues | str:
         """Return what is shown of a pair, or why nothing is."""
+        from glassengine.numerics.distances import tensor_values
+
         ours = self._entries[0].get((pair.step, pair.rank, pair.site))
         theirs = self._entries[1].get((pair.step, pair.rank, pair.candidate_site))
         if ours is None or theirs is None:
@@ -177,14 +175,7 @@ class PageValues:
         x, y = self._sides[0].tensor(ours), self._sides[1].tensor(theirs)
         if x.shape != y.shape:
             return "the two sides have other shapes or layouts"
-        return item_of(x, y)
-
-
-def item_of(baseline: Tensor, candidate: Tensor) -> dict[str, Any]:
-    """Return what is shown of two tensors of one shape, as values that `plain` makes JSON."""
-    from glassengine.numerics.distances import error_histogram, tensor_values
-
-    return {**vars(tensor_values(baseline, candidate)), "errors": error_histogram(baseline, candidate)}
+        return tensor_values(x, y)
 
 
 class _Names(dict[str, int]):
@@ -217,28 +208,25 @@ class PageRows:
         if has_nan or (figures is not None and figures.num_nonfinite_mismatch):
             flags |= NONFINITE
         dtype = pair.baseline.dtype if pair.dtype is None and pair.baseline is not None else pair.dtype
-        self._put(
-            site=self._sites[pair.site],
-            candidate=self._sites[pair.candidate_site],
-            step=min(max(pair.step, 0), 0xFFFFFFFF),
-            rank=min(max(pair.rank, 0), 0xFFFFFFFF),
-            level=self._place("level", pair.level),
-            case=self._place("case", pair.case),
-            dtype=self._place("dtype", dtype),
-            judged_by=self._place("judged_by", pair.judged_by),
-            verdict=_VERDICT[pair.verdict],
-            flags=flags | SHAPE if is_shape else flags,
-            noise_ratio=_number(pair.noise_ratio),
-            bound_ratio=_number(pair.bound_ratio),
-            max_abs_diff=_number(None if figures is None else figures.max_abs_diff),
-            snr_db=_number(None if figures is None else figures.snr_db),
-        )
+        numbers: dict[str, Any] = {
+            "site": self._sites[pair.site],
+            "candidate": self._sites[pair.candidate_site],
+            "step": min(max(pair.step, 0), 0xFFFFFFFF),
+            "rank": min(max(pair.rank, 0), 0xFFFFFFFF),
+            "level": self._place("level", pair.level),
+            "case": self._place("case", pair.case),
+            "dtype": self._place("dtype", dtype),
+            "judged_by": self._place("judged_by", pair.judged_by),
+            "verdict": _VERDICT[pair.verdict],
+            "flags": flags | SHAPE if is_shape else flags,
+            "noise_ratio": _number(pair.noise_ratio),
+            "bound_ratio": _number(pair.bound_ratio),
+            "max_abs_diff": _number(None if figures is None else figures.max_abs_diff),
+            "snr_db": _number(None if figures is None else figures.snr_db),
+        }
+        for name, column in self._columns.items():
+            column.append(numbers[name])
         self._details.add({key: value for key, value in plain.items() if value is not None and key not in _IN_COLUMNS})
-
-    def _put(self, **numbers: float) -> None:
-        columns = self._columns
-        for name, number in numbers.items():
-            columns[name].append(number)  # type: ignore[arg-type]  # a float only where the array has floats
 
     def _place(self, column: str, name: str | None) -> int:
         names = self._names[column]

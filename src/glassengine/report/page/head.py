@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -25,11 +25,10 @@ from glassengine.results import (
 from glassengine.results.stored import Stored
 from glassengine.results.without_tensors import PromptFinding
 
-_MOST_FACTS = 400
 _LONGEST = 2000
 MOST_LINES = 200
 _NUMBER = re.compile(r"[-+]?([\d.,]+(e[-+]?\d+)?%?|inf)|nan")
-_CODE = frozenset({"output", "result", "site", "source", "tensor"})
+_CODE = frozenset({"change", "output", "result", "site", "source", "tensor"})
 
 
 @dataclass(frozen=True)
@@ -73,36 +72,42 @@ class Head:
     """Everything above the data.
 
     Attributes:
-        mark: "ok" or "NOT OK".
-        tone: "good", "fair" or "bad", for the color.
         sentence: The answer.
+        ok: Whether nothing is wrong.
+        is_flagged: Whether it is ok with a verdict that a reader must know.
         sources: Of the guilty line.
         hint: Which mistake it is, as (what, text): "mistake" where proven, else "hint"; and "line" as it should be.
         lines: What else belongs to the answer: (what, text).
         baseline: What it is.
         candidate: Likewise.
-        facts: Where both came from.
-        same_facts: Whether both ran in one process.
         tables: What the answer rests on; those that are open stand before the tensors.
         plots: Series of runs.
         about_plots: What these are.
         notes: Sentences.
     """
 
-    mark: str
-    tone: str
     sentence: str
+    ok: bool
+    is_flagged: bool = False
     sources: tuple[PageSource, ...] = ()
     hint: tuple[tuple[str, str], ...] = ()
     lines: tuple[tuple[str, str], ...] = ()
     baseline: str = ""
     candidate: str = ""
-    facts: tuple[Fact, ...] = ()
-    same_facts: bool = False
     tables: tuple[PageTable, ...] = ()
     plots: tuple[Plot, ...] = ()
     about_plots: str = "The series that part first."
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+
+    @property
+    def mark(self) -> str:
+        """The first word."""
+        return "ok" if self.ok else "NOT OK"
+
+    @property
+    def tone(self) -> str:
+        """Its color: "good", "fair" or "bad"."""
+        return "bad" if not self.ok else "fair" if self.is_flagged else "good"
 
 
 def head_of(shown: Stored, pair: Pair | None) -> Head:
@@ -113,7 +118,7 @@ def head_of(shown: Stored, pair: Pair | None) -> Head:
         pair: That of the first divergence, where there is one.
     """
     if shown.replayed is not None:
-        return _replayed(shown.replayed, shown.comparison, pair)
+        return replay_head(shown.replayed, shown.comparison, pair)
     assert shown.comparison is not None
     return _compared(shown.comparison, pair)
 
@@ -136,18 +141,16 @@ def _compared(result: Comparison, pair: Pair | None) -> Head:
     lines.append(("judged", f"{num:,} tensors, coverage {result.coverage:.1%}{calibration}"))
     lines += [("not counted", text) for text in [words.exempt(result.exemptions)] if text]
     return Head(
-        mark=top.mark,
-        tone="bad" if not result.ok else "fair" if top.is_flagged else "good",
-        sentence=printable(sentence),
+        sentence,
+        result.ok,
+        top.is_flagged,
         sources=_sources(found),
         hint=_hint(found),
-        lines=tuple((what, printable(text)) for what, text in lines),
-        baseline=printable(result.baseline),
-        candidate=printable(result.candidate),
-        facts=tuple(facts_of(result.environment)),
-        same_facts=is_of_one_process(result.environment),
-        tables=filled(*_first_tables(result), *tables_of(result)),
-        notes=tuple(map(printable, (*result.notes, *words.side_notes(result)))),
+        lines=tuple(lines),
+        baseline=result.baseline,
+        candidate=result.candidate,
+        tables=filled(*_first_tables(result), *facts_tables(result.environment), *tables_of(result)),
+        notes=(*result.notes, *words.side_notes(result)),
     )
 
 
@@ -160,13 +163,13 @@ def markdown(head: Head, made: str) -> str:
         lines += [f"- {one.side}: `{one.place}`" + (f": {one.value}" if one.value else "")]
         lines += [f"  `{one.code}`"] if one.code else []
     lines += [f"- {what}: {text}" for what, text in (*head.hint, *head.lines)]
-    return "\n".join([*lines, "", *([made] if made else [])])
+    return "\n".join(map(printable, [*lines, "", *([made] if made else [])]))
 
 
 def _hint(found: Divergence | None) -> tuple[tuple[str, str], ...]:
     if found is None or not found.hints:
         return ()
-    return tuple((what, printable(text)) for what, text in words.hint_lines(found.hints[0]))
+    return tuple(words.hint_lines(found.hints[0]))
 
 
 def _sentence(result: Comparison, found: Divergence) -> str:
@@ -205,7 +208,7 @@ def _sources(found: Divergence | None) -> tuple[PageSource, ...]:
     values = sentences.sides(found.hints[0]) if found.hints else None
     if values is not None:
         two = _source("candidate", found.candidate_source or found.source, found.candidate_site or found.site)
-        return replace(one, value=printable(values[0])), replace(two, value=printable(values[1]))
+        return replace(one, value=values[0]), replace(two, value=values[1])
     lines, sites = (found.source, found.candidate_source), (found.site, found.candidate_site or found.site)
     if lines[0] == lines[1] and (lines[0] is not None or sites[0] == sites[1]):
         return (_source("both sides", found.source, found.site),) if found.source else ()
@@ -214,7 +217,7 @@ def _sources(found: Divergence | None) -> tuple[PageSource, ...]:
 
 def _source(side: str, source: str | None, site: str) -> PageSource:
     place, code = sentences.parts_of_source(source) if source else (site, "")
-    return PageSource(side, printable(place), printable(code))
+    return PageSource(side, place, code)
 
 
 def _first_tables(result: Comparison) -> Iterator[PageTable]:
@@ -223,7 +226,7 @@ def _first_tables(result: Comparison) -> Iterator[PageTable]:
         "What the model returns, end to end, in each comparison; of a language model also how many next tokens change."
     )
     columns: tuple[str, ...] = ("compared", "result", "verdict", "how it agrees", "tensor")
-    below = tuple(printable(text) for _, text in words.severity_lines(result))
+    below = tuple(text for _, text in words.severity_lines(result))
     results = [
         (words.level(one.level), one.name, _chip(one), words.result_line(one), shaped(one.dtype, one.shape))
         for one in result.results
@@ -280,16 +283,9 @@ def _place(one: Divergence) -> tuple[object, ...]:
     return one.site, one.rank
 
 
-def reasons_of(result: Comparison | None) -> list[tuple[str, str, str]]:
-    """Return what was not compared: side, reason, how many; most first."""
-    if result is None:
-        return []
-    counted = Counter((item.side, item.reason) for item in result.skipped)
-    return [(side, printable(reason), f"{count:,}") for (side, reason), count in counted.most_common(MOST_LINES)]
-
-
-def _replayed(result: Replayed, comparison: Comparison | None, pair: Pair | None) -> Head:
-    inner = Head("", "", "") if comparison is None else _compared(comparison, pair)
+def replay_head(result: Replayed, comparison: Comparison | None = None, pair: Pair | None = None) -> Head:
+    """Return the top of the page of a replay, with that of its comparison."""
+    inner = Head("", result.ok) if comparison is None else _compared(comparison, pair)
     lines: list[tuple[str, str]] = [("error", result.error.strip().splitlines()[0])] if result.error else []
     sources: tuple[PageSource, ...] = inner.sources
     sentence = f"Replay: {words.replay_sentence(result)}."
@@ -303,57 +299,48 @@ def _replayed(result: Replayed, comparison: Comparison | None, pair: Pair | None
     if (cut := result.bisection) is not None and cut.failure is not None:
         lines.append(("tried", f"{cut.num_trials} pieces of the graph were compiled"))
         lines += [("part", cut.part)] if cut.part else []
-        lines += [("test", f"python {PurePath(cut.reproduction) / 'test_repro.py'}")] if cut.reproduction else []
-        sources = tuple(_source(op.op, op.source, op.module) for op in cut.ops[:8])
+        test = "--reproduction DIR writes a test of this piece alone"
+        lines.append(("test", f"python {PurePath(cut.reproduction) / 'test_repro.py'}" if cut.reproduction else test))
     lines.append(("snapshot", result.snapshot))
+    recorded_with = f" with {result.recorded_backend}" if result.recorded_backend else ""
     about = "The smallest piece of the graph that fails alone."
     ops = [
         (op.op, op.node, op.module.removesuffix(".") or "(root)", op.source or "") for op in (cut.ops if cut else ())
     ]
     broken = table("Ops that break", about, ("op", "node", "module", "source"), ops, is_open=True)
-    what = "What the snapshot gave when it was run again, against what was recorded."
-    columns = ("output", "tensor", "as recorded", "largest difference", "not finite")
-    rows = [(one.name, shaped(one.dtype, one.shape), *cells) for one, cells in words.outputs(result.outputs)]
     return Head(
-        mark="ok" if result.ok else "NOT OK",
-        tone="good" if result.ok else "bad",
-        sentence=printable(sentence),
+        sentence,
+        result.ok,
         sources=sources,
         hint=inner.hint,
-        lines=tuple((what, printable(text)) for what, text in [*lines, *inner.lines]),
-        baseline=printable(f"{result.executable}, execution {result.execution}, as recorded"),
-        candidate=printable(f"the same execution, run again on {result.backend}"),
-        facts=(
-            *facts_of(
-                {"baseline": {"back-end": result.recorded_backend or None}, "candidate": {"back-end": result.backend}}
-            ),
-            *inner.facts,
-        ),
-        same_facts=inner.same_facts,
-        tables=(*filled(broken, table("Outputs", what, columns, rows, is_open=True)), *inner.tables),
-        notes=(*map(printable, result.notes), *inner.notes),
+        lines=(*lines, *inner.lines),
+        baseline=f"{result.executable}, execution {result.execution}, as recorded{recorded_with}",
+        candidate=f"the same execution, run again on {result.backend}",
+        tables=(*filled(broken, outputs_table(result)), *inner.tables),
+        notes=(*result.notes, *inner.notes),
     )
 
 
-@dataclass(frozen=True)
-class Fact:
-    """One fact of both sides.
+def outputs_table(result: Replayed) -> PageTable:
+    """Return the outputs of a replay, those that differ first."""
+    what = "What the snapshot gave when it was run again, against what was recorded."
+    columns = ("output", "tensor", "as recorded", "largest difference", "not finite")
+    bits = {None: Chip("none", "not recorded"), True: Chip("identical", "same bits")}
+    rows: list[tuple[Cell, ...]] = [
+        (
+            one.name,
+            shaped(one.dtype, one.shape),
+            bits.get(one.same_bits) or Chip("wrong", f"{one.num_different} differ"),
+            f"{one.max_abs_diff:.3g}" if one.max_abs_diff else "",
+            one.nonfinite,
+        )
+        for one in sorted(result.outputs, key=lambda one: one.same_bits is not False)
+    ]
+    return table("Outputs", what, columns, rows, is_open=True)
 
-    Attributes:
-        name: "versions.torch".
-        baseline: Its value there; "" where it is not known.
-        candidate: Likewise.
-        differs: Whether the two are known and not the same, or one is not known.
-    """
 
-    name: str
-    baseline: str
-    candidate: str
-    differs: bool
-
-
-def facts_of(environment: Mapping[str, Any]) -> list[Fact]:
-    """Return what is known of both sides, what differs first.
+def facts_tables(environment: Mapping[str, Any]) -> tuple[PageTable, PageTable]:
+    """Return what is known of both sides and differs, and what is the same.
 
     Args:
         environment: Of a comparison: "baseline" and "candidate", each with facts in any depth.
@@ -362,20 +349,24 @@ def facts_of(environment: Mapping[str, Any]) -> list[Fact]:
         {name: fact for name, fact in _flat(environment.get(side)) if name.partition(".")[0] not in words.TOLD}
         for side in ("baseline", "candidate")
     ]
-    found = []
-    for name in list(dict.fromkeys([*sides[0], *sides[1]]))[:_MOST_FACTS]:
+    apart: list[tuple[Cell, ...]] = []
+    same: list[tuple[Cell, ...]] = []
+    for name in dict.fromkeys([*sides[0], *sides[1]]):
         left, right = (side.get(name) for side in sides)
-        differs = left != right
-        if differs and isinstance(left, frozenset) and isinstance(right, frozenset):
+        if left == right:
+            same.append((_text(name), _text(left)))
+            continue
+        if isinstance(left, frozenset) and isinstance(right, frozenset):
             # Of a long list of flags only what one side has and the other has not.
             left, right = left - right, right - left
-        found.append(Fact(_text(name), _text(left), _text(right), differs))
-    return sorted(found, key=lambda fact: not fact.differs)
-
-
-def is_of_one_process(environment: Mapping[str, Any]) -> bool:
-    """Return whether both sides have the same facts, all of them: they ran in one process."""
-    return environment.get("baseline") == environment.get("candidate")
+        apart.append((_text(name), _text(left) or "not known", _text(right) or "not known"))
+    about = "Where baseline and candidate came from, as far as that differs."
+    is_one = environment.get("baseline") == environment.get("candidate")
+    why = "Both sides ran in one process." if is_one else "Of both sides."
+    return (
+        table("Both sides", about, ("fact", "baseline", "candidate"), apart, is_open=True),
+        table("Facts that are the same", why, ("fact", "both"), same),
+    )
 
 
 def _flat(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -398,15 +389,17 @@ def _text(value: Any) -> str:
 
 
 class Chip(NamedTuple):
-    """A word in the color of a verdict.
+    """A word in the color of a verdict, or one that leads to a file.
 
     Attributes:
         kind: The verdict.
         text: The word.
+        href: The address of the file, beside the page.
     """
 
     kind: str
     text: str
+    href: str = ""
 
 
 Cell = str | Chip
@@ -471,6 +464,10 @@ def tables_of(result: Comparison) -> Iterator[PageTable]:
         weights = [_weight(one) for one in result.quantization.weights]
         columns = ("weight", "verdict", "SNR dB", "steps, rms", "hint")
         yield table("Quantization", "What quantization did to each weight, alone.", columns, weights)
+    counted = Counter((item.side, item.reason) for item in result.skipped)
+    reasons = [(f"{count:,}", side, reason) for (side, reason), count in counted.most_common()]
+    what = "What was left out, by reason. Nothing is left out in silence."
+    yield table("Not compared", what, ("tensors", "side", "reason"), reasons)
 
 
 _OF_LEVEL = {"wrong": "wrong", "limit": "suspicious", "note": "none"}
@@ -488,7 +485,7 @@ def table(
     """Return a table of the first rows, without columns that are empty; it says how many rows there are in all."""
     if len(rows) > MOST_LINES:
         sentence += f" The first {MOST_LINES} of {len(rows):,}; the JSON document has all."
-    shown = [tuple(map(_printable, row)) for row in rows[:MOST_LINES]]
+    shown = rows[:MOST_LINES]
     full = [(name, cells) for name, *cells in zip(columns, *shown, strict=True) if not shown or any(cells)]
     kinds = tuple(_kind(name, cells) for name, cells in full)
     return PageTable(
@@ -505,10 +502,6 @@ def table(
 def _kind(column: str, cells: Iterable[Cell]) -> str:
     is_number = all(isinstance(cell, str) and (not cell or _NUMBER.fullmatch(cell)) for cell in cells)
     return "number" if is_number else "code" if column in _CODE else ""
-
-
-def _printable(cell: Cell) -> Cell:
-    return cell._replace(text=printable(cell.text)) if isinstance(cell, Chip) else printable(cell)
 
 
 def _prompt(one: PromptFinding) -> tuple[Cell, ...]:

@@ -10,12 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from glassengine.errors import UsageError
-from glassengine.reading.files import printable
 from glassengine.recording.series import MEASURED, Chosen, SeriesReader
 from glassengine.report import words
-from glassengine.report.page.head import Cell, Chip, Fact, Head, PageTable, Plot, table
+from glassengine.report.page.head import Cell, Chip, Head, PageTable, Plot, filled, table
 from glassengine.results import ArtifactComparison, SeriesComparison, SideBySide
-from glassengine.results.backends import Difference
 from glassengine.results.stored import Apart
 from glassengine.results.without_tensors import RolloutComparison
 
@@ -24,14 +22,15 @@ _WANTS_RECORDINGS = "need both: glass report RESULT -o DIR --recordings BASELINE
 _OF_STATUS = {"identical": "identical", "inherited": "suspicious"}
 WIDTH, HEIGHT = 600, 120
 _MOST_PLOTS = 12
+_MOST_ALIKE = 2
 _MOST_POINTS = 600
 # A series over more than this factor is drawn by its logarithms.
 _WIDE = 20.0
 Array = np.typing.NDArray[np.float64]
 
 
-def head_of_apart(result: Apart, recordings: Sequence[str | Path]) -> Head:
-    """Return everything that the page of such a result shows.
+def head_of_apart(result: Apart, recordings: Sequence[str | Path] = ()) -> Head:
+    """Return everything that is shown of such a result.
 
     Args:
         result: What it shows.
@@ -41,37 +40,22 @@ def head_of_apart(result: Apart, recordings: Sequence[str | Path]) -> Head:
         UsageError: Recordings are named, and are not of two watched runs.
         CorruptError: A recording is damaged.
     """
-    if isinstance(result, SeriesComparison) and len(recordings) in (0, 2):
-        return _series(result, recordings)
-    if recordings:
+    if recordings and not (isinstance(result, SeriesComparison) and len(recordings) == 2):
         raise UsageError("the recordings are not those of the result", got=", ".join(map(str, recordings)))
-    assert not isinstance(result, SeriesComparison)
+    if isinstance(result, SeriesComparison):
+        return _series(result, recordings)
     return _artifacts(result) if isinstance(result, ArtifactComparison) else _engines(result)
 
 
 def _engines(result: SideBySide) -> Head:
     titles = words.titles(result)
-    steps = list(zip(*(column.steps for column in result.columns[1:]), strict=True))
+    steps = zip(*(column.steps for column in result.columns[1:]), strict=True)
     logits: list[list[Cell]] = [
         [str(row[0].step), *(Chip(_OF_AGREEMENT[found.agreement], words.step_words(found)) for found in row)]
         for row in steps
     ]
-    tables = [
-        _open(
-            "Engines",
-            "One column per engine; what is compared is compared with the first.",
-            ("engine", *titles),
-            [[title, *cells] for title, cells in words.engine_rows(result)],
-        ),
-        _open(
-            "Logits, step by step",
-            f"Against those of {titles[0]}; roundings are units of the dtype at the largest logit.",
-            ("step", *titles[1:]),
-            logits,
-        ),
-    ]
-    lines = [("tokens", line) for line in words.token_lines(result)]
-    lines += words.engine_lines(result)
+    engines = [[title, *cells] for title, cells in words.engine_rows(result)]
+    about = f"Against those of {titles[0]}; roundings are units of the dtype at the largest logit."
     sentence = next(
         (
             f"Logits of {title} are beyond rounding, first in step {found.step}."
@@ -81,12 +65,18 @@ def _engines(result: SideBySide) -> Head:
         ),
         f"Logits are {words.AGREEMENT[result.agreement]}.",
     )
-    return _head(
-        result.ok,
+    return Head(
         sentence,
-        lines,
-        (titles[0], ", ".join(titles[1:])),
-        tables,
+        result.ok,
+        lines=(*(("tokens", line) for line in words.token_lines(result)), *words.engine_lines(result)),
+        baseline=titles[0],
+        candidate=", ".join(titles[1:]),
+        tables=(
+            table(
+                "Engines", "What is compared is compared with the first.", ("engine", *titles), engines, is_open=True
+            ),
+            table("Logits, step by step", about, ("step", *titles[1:]), logits, is_open=True),
+        ),
         notes=result.notes,
     )
 
@@ -101,38 +91,28 @@ def _artifacts(result: ArtifactComparison) -> Head:
         ]
         for stage in result.stages
     ]
-    tables = [
-        _open(
-            "Stages",
-            "In order; one that is passed on differs as those before it do.",
-            ("stage", "status", *kinds),
-            stages,
-        )
-    ]
-    if changes := [
-        (stage.name, change.kind, change.baseline or "", change.candidate or "", ", ".join(change.sites))
+    changes = [
+        (stage.name, line, ", ".join(change.sites))
         for stage in result.stages
         for change in stage.changes
-    ]:
-        about = "Lines of the graphs that differ."
-        tables.append(_open("Changes", about, ("stage", "kind", "baseline", "candidate", "tensors"), changes))
-    if result.files:
-        tables.append(_open("Files", "Of the back-end, that differ.", ("file",), [(name,) for name in result.files]))
-    found = words.artifacts_sentence(result)
-    return _head(
+        for line in change.lines
+    ]
+    settings = [(one.name, str(one.baseline), str(one.candidate)) for one in result.differences]
+    files = [(name,) for name in result.files]
+    about = "In order; one that is passed on differs as those before it do."
+    return Head(
+        words.sentence(words.artifacts_sentence(result)),
         result.ok,
-        words.sentence(found),
-        [],
-        (result.baseline, result.candidate),
-        tables,
-        facts=[_fact(one) for one in result.differences],
+        baseline=result.baseline,
+        candidate=result.candidate,
+        tables=filled(
+            table("Stages", about, ("stage", "status", *kinds), stages, is_open=True),
+            table("Changes", "Lines of the graphs that differ.", ("stage", "change", "tensors"), changes, is_open=True),
+            table("Settings", "That differ.", ("setting", "baseline", "candidate"), settings, is_open=True),
+            table("Files", "Of the back-end, that differ.", ("file",), files, is_open=True),
+        ),
         notes=result.notes,
     )
-
-
-def _fact(found: Difference) -> Fact:
-    name, baseline, candidate = map(printable, words.setting_cells(found))
-    return Fact(name, baseline, candidate, differs=True)
 
 
 def _series(result: SeriesComparison, recordings: Sequence[str | Path]) -> Head:
@@ -144,50 +124,25 @@ def _series(result: SeriesComparison, recordings: Sequence[str | Path]) -> Head:
         lines.append(("part", f"{result.num_apart:,} of {result.num_series:,} series"))
     if not recordings:
         lines.append(("curves", _WANTS_RECORDINGS))
-    tables = []
-    if result.partings:
-        columns = ("step", "series", "baseline", "candidate", "difference", "variation")
-        rows = [words.point_cells(point) for point in result.partings]
-        about = "The first number of each series that is beyond the variation, and stays there."
-        tables.append(_open("Where series part", about, columns, rows))
-    if result.only_one:
-        tables.append(_open("Only on one side", "Not compared.", ("what",), [(text,) for text in result.only_one]))
+    columns = ("step", "series", "baseline", "candidate", "difference", "variation")
+    rows = [words.point_cells(point) for point in result.partings]
+    about = "The first number of each series that is beyond the variation, and stays there."
+    only_one = [(text,) for text in result.only_one]
     found = words.series_sentence(result)
     if (parting := result.first_parting) is not None:
         found += f", {parting.site} first, in step {parting.step}"
-    drawn: Sequence[Plot] = ()
-    if recordings:
-        drawn = curves(result, *recordings)
-    sides = result.baseline, result.candidate
-    return _head(result.ok, words.sentence(found), lines, sides, tables, plots=drawn, notes=result.notes)
-
-
-def _open(title: str, about: str, columns: tuple[str, ...], rows: Sequence[Sequence[Cell]]) -> PageTable:
-    return table(title, about, tuple(map(printable, columns)), rows, is_open=True)
-
-
-def _head(
-    ok: bool,
-    sentence: str,
-    lines: Sequence[tuple[str, str]],
-    sides: tuple[str, str],
-    tables: Sequence[PageTable],
-    *,
-    facts: Sequence[Fact] = (),
-    plots: Sequence[Plot] = (),
-    notes: Sequence[str] = (),
-) -> Head:
     return Head(
-        mark="ok" if ok else "NOT OK",
-        tone="good" if ok else "bad",
-        sentence=printable(sentence),
-        lines=tuple((what, printable(text)) for what, text in lines),
-        baseline=printable(sides[0]),
-        candidate=printable(sides[1]),
-        facts=tuple(facts),
-        tables=tuple(tables),
-        plots=tuple(plots),
-        notes=tuple(map(printable, notes)),
+        words.sentence(found),
+        result.ok,
+        lines=tuple(lines),
+        baseline=result.baseline,
+        candidate=result.candidate,
+        tables=filled(
+            table("Where series part", about, columns, rows, is_open=True),
+            table("Only on one side", "Not compared.", ("what",), only_one, is_open=True),
+        ),
+        plots=curves(result, *recordings) if recordings else (),
+        notes=result.notes,
     )
 
 
@@ -229,9 +184,7 @@ def _plot(name: str, sides: Sequence[Chosen], parting: int | None) -> Plot | Non
         tuple(" ".join(f"{across(step):.1f},{up(value):.1f}" for step, value in piece) for piece in _pieces(*line))
         for line in lines
     ]
-    return Plot(
-        printable(name), scale, drawn[0], drawn[1], None if parting is None else f"{across(float(parting)):.1f}"
-    )
+    return Plot(name, scale, drawn[0], drawn[1], None if parting is None else f"{across(float(parting)):.1f}")
 
 
 def _line(side: Chosen, name: str) -> tuple[Array, Array]:
@@ -254,28 +207,34 @@ def _pieces(steps: Array, values: Array) -> list[list[tuple[float, float]]]:
 
 def with_rollout(head: Head, found: RolloutComparison) -> Head:
     """Return the head of a page with what is known of a rollout."""
-    causes = [
-        (f"{one.share:.0%}", Chip("rounding" if one.is_rounding else "wrong", one.kind), one.text, "; ".join(one.alike))
-        for one in found.causes
-    ]
-    causes.append((f"{found.rest:.0%}", Chip("none", "rest"), found.rest_is, ""))
-    tokens = [
-        (str(one.sample), str(one.place), str(one.token), one.text or "", f"{one.engine:.5f}", f"{one.trainer:.5f}")
-        for one in found.worst
-    ]
-    tables = (
-        table("Causes", "Shares of the mean gap.", ("share", "kind", "cause", "so would"), causes, is_open=True),
-        table(
-            "Worst tokens",
-            "Their log-probabilities on both sides.",
-            ("sample", "place", "token", "text", "engine", "trainer"),
-            tokens,
-            is_open=True,
-        ),
+    return replace(
+        head,
+        tables=(*rollout_tables(found), *head.tables),
+        lines=(("gap", words.gap(found)), *(one for one in head.lines if one[0] != "judged")),
+        plots=(_curve(found),),
+        about_plots="Tokens in the order of the trainer's log-probabilities.",
     )
-    lines = [("gap", words.gap(found)), *(one for one in head.lines if one[0] != "judged")]
-    sides = {"plots": (_curve(found),), "about_plots": "Tokens in the order of the trainer's log-probabilities."}
-    return replace(head, tables=(*tables, *head.tables), lines=tuple(lines), **sides)  # type: ignore[arg-type]
+
+
+def rollout_tables(found: RolloutComparison) -> tuple[PageTable, ...]:
+    """Return the causes of the gap, and the tokens where it is largest."""
+    causes: list[list[Cell]] = []
+    for one in found.causes:
+        alike = f" (so would: {'; '.join(one.alike[:_MOST_ALIKE])})" if one.alike else ""
+        kind = Chip("rounding" if one.is_rounding else "wrong", one.kind)
+        causes.append([f"{one.share:.0%}", kind, f"{one.text}{alike}"])
+    causes.append([f"{found.rest:.0%}", Chip("none", "rest"), found.rest_is])
+    tokens = []
+    for token in found.worst:
+        if token.engine != token.trainer:
+            text = "" if token.text is None else repr(token.text)[1:-1]
+            places = map(str, (token.sample, token.place, token.token))
+            tokens.append((*places, text, f"{token.engine:.5f}", f"{token.trainer:.5f}"))
+    columns = ("sample", "place", "token", "text", "engine", "trainer")
+    return filled(
+        table("Causes", "Shares of the mean gap.", ("share", "kind", "cause"), causes, is_open=True),
+        table("Worst tokens", "Their log-probabilities on both sides.", columns, tokens, is_open=True),
+    )
 
 
 def _curve(found: RolloutComparison) -> Plot:

@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from glassengine.errors import UsageError
 from glassengine.reading.files import open_regular, printable
 from glassengine.report import words
 from glassengine.report.page.data import FOLDER, MOST_TENSORS, DataFolder, ListFiles, PageRows, PageValues, compressed
-from glassengine.report.page.head import Head, head_of, markdown, reasons_of
+from glassengine.report.page.head import Cell, Chip, Head, head_of, markdown, table
 from glassengine.report.page.redact import MOST_BYTES, MOST_PAIRS, first_pairs, redacted, redacted_text
 from glassengine.report.page.without_tensors import head_of_apart, with_rollout
 from glassengine.results import Comparison, Comparisons, Replayed, Verdict, sentences, worst
@@ -41,7 +41,7 @@ from glassengine.results.stored import Apart, OnPair, Stored, read_result, witho
 from glassengine.writing import local, remove_tree
 
 PAGE = "index.html"
-SCRIPTS = ("theme", "core", "names", "scale", "rows", "map", "course", "table", "detail", "plots", "tree", "main")
+SCRIPTS = ("copy", "core", "names", "scale", "rows", "map", "course", "table", "detail", "plots", "main")
 _BEGINNING = b"<!doctype html>\n<!-- A report of Glass Engine"
 _SINGLE = (".html", ".htm")
 _OWN = re.compile(rf"{re.escape(PAGE)}|{FOLDER}|[1-9]\d*")
@@ -179,70 +179,45 @@ def _pages(
         if recordings or shown[0].apart is not None:
             raise UsageError("--redact is for a result of tensors, without recordings", hint="glass report RESULT")
         shown = [redacted(one) for one in shown]
-    if len(shown) == 1 and shown[0].apart is not None:
-        return _page_apart(shown[0].apart, new, target, recordings, made)
     if len(shown) > 1 and is_single(target):
         raise UsageError("a file holds the report of one candidate", got=f"{len(shown)}", expected="a directory")
-    for number in range(len(shown)):
-        if number not in rows:
-            taker(number)
-    values = [PageValues(recordings[0], candidate) for candidate in recordings[1:]]
-    if values and len(values) != len(shown):
-        expected = f"the baseline's and {len(shown)} more"
-        raise UsageError("the recordings are not those of the result", got=f"{len(values) + 1}", expected=expected)
-    pages = [
-        _page(one, rows[number], folders[number], values[number] if values else None)
-        for number, one in enumerate(shown)
-    ]
+    values: list[PageValues] = []
+    pages: list[tuple[Head, ReportPage | None]]
+    if (apart := shown[0].apart) is not None:
+        (new / "0").mkdir(parents=True)
+        pages = [(head_of_apart(apart, recordings), None)]
+    else:
+        for number in range(len(shown)):
+            if number not in rows:
+                taker(number)
+        values = [PageValues(recordings[0], candidate) for candidate in recordings[1:]]
+        if values and len(values) != len(shown):
+            expected = f"the baseline's and {len(shown)} more"
+            raise UsageError("the recordings are not those of the result", got=f"{len(values) + 1}", expected=expected)
+        pages = [
+            _page(one, rows[number], folders[number], values[number] if values else None)
+            for number, one in enumerate(shown)
+        ]
     several = len(shown) > 1
-    for number, (head, page, skipped) in enumerate(pages):
+    for number, (head, page) in enumerate(pages):
         up = "../index.html" if several else ""
-        of_tensors = page if len(rows[number]) or skipped else None
-        (new / str(number) / PAGE).write_text(_html(head, of_tensors, skipped, up=up, made=made), encoding="utf-8")
+        (new / str(number) / PAGE).write_text(page_text(head, page, up=up, made=made), encoding="utf-8")
     if several:
         for number in reversed(range(len(shown))):
             (new / str(number)).rename(new / str(number + 1))
-        (new / PAGE).write_text(_overview([head for head, _, _ in pages], shown), encoding="utf-8")
+        (new / PAGE).write_text(page_text(_overview([head for head, _ in pages])), encoding="utf-8")
     else:
         for item in (new / "0").iterdir():
             item.rename(new / item.name)
         (new / "0").rmdir()
-    return _written(
-        new,
-        target,
-        ok=all(one.replayed.ok if one.replayed else bool(one.comparison and one.comparison.ok) for one in shown),
-        verdict=_worst(shown),
-        num_tensors=sum(map(len, rows.values())),
-        num_with_values=sum(len(page.valued_rows) for _, page, _ in pages),
-        without_values=dict(sum((one.without for one in values), Counter())),
-    )
-
-
-def _page_apart(result: Apart, new: Path, target: Path, recordings: Sequence[str | Path], made: str) -> WrittenReport:
-    """Write the page of what has no tensors."""
-    new.mkdir()
-    head = head_of_apart(result, recordings)
-    (new / PAGE).write_text(_html(head, None, (), up="", made=made), encoding="utf-8")
-    return _written(new, target, result.ok)
-
-
-def _written(
-    new: Path,
-    target: Path,
-    ok: bool,
-    verdict: Verdict | None = None,
-    num_tensors: int = 0,
-    num_with_values: int = 0,
-    without_values: Mapping[str, int] | None = None,
-) -> WrittenReport:
     every = [path for path in new.rglob("*") if path.is_file()]
     return WrittenReport(
         report=str(target / PAGE),
-        ok=ok,
-        verdict=verdict,
-        num_tensors=num_tensors,
-        num_with_values=num_with_values,
-        without_values=without_values or {},
+        ok=all(head.ok for head, _ in pages),
+        verdict=_worst(shown),
+        num_tensors=sum(map(len, rows.values())),
+        num_with_values=sum(len(page.valued_rows) for _, page in pages if page is not None),
+        without_values=dict(sum((one.without for one in values), Counter())),
         num_files=len(every),
         total_bytes=sum(path.stat().st_size for path in every),
     )
@@ -255,8 +230,8 @@ def _worst(shown: Sequence[Stored]) -> Verdict | None:
 
 def _page(
     shown: Stored, rows: PageRows, folder: DataFolder, values: PageValues | None
-) -> tuple[Head, ReportPage, list[tuple[str, str, str]]]:
-    """Write the data of one page, and return what goes into it."""
+) -> tuple[Head, ReportPage | None]:
+    """Write the data of one page, and return what goes into it; no index where there are no tensors."""
     result = shown.comparison
     if result is not None and result.reads:
         rows.leave_out_regions(result.reads)
@@ -290,7 +265,7 @@ def _page(
     head = head_of(shown, pair)
     if result is not None and result.rollout is not None:
         head = with_rollout(head, result.rollout)
-    return head, page, reasons_of(result)
+    return head, page if len(rows) or skipped.num_items else None
 
 
 def _write_reads(reads: Mapping[str, Sequence[str]], rows: PageRows, folder: DataFolder) -> None:
@@ -316,33 +291,51 @@ def _why_none(values: PageValues | None) -> str:
     return f"Values are shown of the {MOST_TENSORS} worst tensors that both recordings have in one layout."
 
 
-def _template(name: str) -> Any:
+def page_text(
+    head: Head,
+    page: ReportPage | None = None,
+    *,
+    up: str = "",
+    made: str = "",
+) -> str:
+    """Return a page; without an index that of what has no tensors."""
     environment = Environment(
         loader=PackageLoader("glassengine.report", "html/page"),
         autoescape=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template(name)
-
-
-def _html(head: Head, page: ReportPage | None, skipped: Sequence[tuple[str, str, str]], *, up: str, made: str) -> str:
-    """Return a page; without an index that of what has no tensors, for which nothing but its colors needs a script."""
     index = "" if page is None else _as_script(page.to_dict())
-    own = _own_files(("theme",) if page is None else SCRIPTS)
+    own = _own_files(("copy",) if page is None else SCRIPTS)
     names = [sentences.short(one) for one in (head.baseline, head.candidate) if one]
-    texts = {"compared": " | ".join(names), "markdown": markdown(head, made), "made": made}
-    template = _template("page.html.j2")
-    return str(template.render(head=head, page=page, index=index, skipped=skipped, up=up, **texts, **own))
+    title = ": ".join([head.mark, *([" | ".join(names)] if names else [])])
+    texts = {"title": title, "markdown": escape(markdown(head, made)), "made": made, "up": up}
+    template = environment.get_template("page.html.j2")
+    return template.render(head=head, page=page, index=index, **texts, **own)
 
 
-def _overview(heads: Sequence[Head], shown: Sequence[Stored]) -> str:
-    worst_first = sorted(range(len(heads)), key=lambda number: ("bad", "fair", "good").index(heads[number].tone))
-    return str(
-        _template("overview.html.j2").render(
-            heads=heads, order=worst_first, num_ok=sum(head.mark == "ok" for head in heads), **_own_files(("theme",))
-        )
+def _overview(heads: Sequence[Head]) -> Head:
+    """Return the page of several candidates, each of which has a report of its own: the worst first."""
+    kinds = {"good": "rounding", "fair": "suspicious", "bad": "wrong"}
+    rows: list[list[Cell]] = [
+        [
+            Chip("", head.candidate, f"{number}/{PAGE}"),
+            Chip(kinds[head.tone], head.mark),
+            head.sentence,
+            " ".join(f"{one.place}: {one.code}" for one in head.sources if one.code),
+            " ".join(text for _, text in head.hint),
+        ]
+        for number, head in sorted(enumerate(heads, 1), key=lambda one: (one[1].ok, not one[1].is_flagged))
+    ]
+    columns = ("candidate", "verdict", "answer", "source", "hint")
+    about = "Worst first; each has a report of its own."
+    return Head(
+        f"{sum(head.ok for head in heads)} of {len(heads)} candidates are ok.",
+        all(head.ok for head in heads),
+        lines=(("baseline", heads[0].baseline),),
+        tables=(table("Candidates", about, columns, rows, is_open=True),),
     )
 
 

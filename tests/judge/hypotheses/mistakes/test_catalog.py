@@ -16,7 +16,8 @@ from glassengine.judge.hypotheses.mistakes.catalog import FAMILIES
 from glassengine.judge.hypotheses.trials.question import Question, noise_of
 from glassengine.judge.hypotheses.trials.trial import Trial
 from glassengine.judge.pieces import Piece
-from glassengine.results import KINDS, Hint
+from glassengine.results import Hint
+from glassengine.results.hints import KINDS
 from tests.judge.hypotheses.asking import explain
 
 Function = Callable[..., Tensor]

@@ -24,7 +24,8 @@ from glassengine.plugins.serving.check.weights import WeightsFound
 from glassengine.program import Program
 from glassengine.program.representation.signature import named_results
 from glassengine.progress import Progress
-from glassengine.results import Findings, Quantization, QuantizedWeight, over_budget
+from glassengine.results import Findings, Quantization, QuantizedWeight
+from glassengine.results.findings import over_budget
 from glassengine.serving.protocol import ServedWeight
 
 _MOST_BYTES = 1 << 29

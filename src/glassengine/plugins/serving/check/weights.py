@@ -18,18 +18,8 @@ from torch import Tensor
 from glassengine.judge.hypotheses.mistakes.weights_read import relation
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.weight_error import WeightError, judge_weight
-from glassengine.results import (
-    BY_GRID,
-    Divergence,
-    Hint,
-    Kind,
-    LevelResult,
-    Pair,
-    Skipped,
-    Verdict,
-    WeightsComparison,
-    worst,
-)
+from glassengine.results import Divergence, Hint, Kind, LevelResult, Pair, Skipped, Verdict, WeightsComparison, worst
+from glassengine.results.pairs import BY_GRID
 from glassengine.serving.protocol import ServedWeight
 
 LEVEL = "weights"

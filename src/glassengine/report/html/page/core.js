@@ -1,8 +1,10 @@
 // What all parts use: elements, the data beside the page, and the state in the address.
 
 // Makes an element. Texts become text nodes: no name is ever read as markup.
-function el(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
+const el = (tag, attributes = {}, ...children) => filled(document.createElement(tag), attributes, ...children);
+const svg = (tag, attributes = {}, ...children) => filled(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, ...children);
+
+function filled(node, attributes, ...children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (name === "on") for (const [event, act] of Object.entries(value)) node.addEventListener(event, act);
     else if (value === true) node.setAttribute(name, "");

@@ -1,16 +1,5 @@
 // The course: error over noise floor along the execution, with what rounding explains as a gray band.
-const SVG = "http://www.w3.org/2000/svg";
 const COURSE = { height: 200, left: 46, bottom: 18, bins: 560 };
-
-function svg(tag, attributes, ...children) {
-  const node = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name === "on") for (const [event, act] of Object.entries(value)) node.addEventListener(event, act);
-    else node.setAttribute(name, String(value));
-  }
-  node.append(...children);
-  return node;
-}
 
 // The height of a row, 0 to 1, on a logarithmic scale: of ratios 0.01 to 1e6, else of decibels 160 to 0.
 const ofRatio = (ratio) => Math.min(1, Math.max(0, (Math.log10(ratio) + 2) / 8));

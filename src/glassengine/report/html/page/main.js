@@ -75,7 +75,6 @@ async function begin() {
   drawCourse();
   drawFilters();
   drawTable();
-  drawTree();
   await drawSkipped();
   onState(redraw);
   document.addEventListener("keydown", keys);

@@ -88,7 +88,7 @@ function drawMap() {
       ...columns.map((column, place) => el("td", {}, mapCell(cells[group][place], names[group], column)))))));
   const guilty = shownGroups.findIndex((group) => cells[group].some((cell) => cell?.own));
   const way = el("p", { class: "links" }, state.module ? el("button", { type: "button", on: { click: () => change({ module: state.module.split(".").slice(0, -1).join(".") }) } }, `up from ${short(state.module)}`) : null);
-  const more = order.length > shownGroups.length ? el("p", { class: "about" }, `${shownGroups.length} of ${order.length} modules; choose one under Modules to see inside.`) : null;
+  const more = order.length > shownGroups.length ? el("p", { class: "about" }, `${shownGroups.length} of ${order.length} modules; choose a cell to see inside.`) : null;
   body.replaceChildren(way, el("div", { class: "map-scroll", tabindex: 0, role: "region", "aria-label": "Map of modules and steps" }, table), ...(more ? [more] : []), legend());
   // The first module that is wrong stands a few lines below the top.
   const line = table.tBodies[0].rows[guilty - 3];

@@ -25,14 +25,6 @@ function ulpPlot(ulp) {
   return [el("h3", {}, "Errors in ulp"), el("p", { class: "about" }, `Elements by distance in representable values, counts on a logarithmic scale. Largest: ${many(ulp.max_ulp ?? 0)} ulp at [${(ulp.worst_index ?? []).join(", ")}]${ulp.num_nonfinite_mismatch ? `; ${many(ulp.num_nonfinite_mismatch)} elements are finite on one side only` : ""}.`), bars(logHeights(ulp.histogram), { label, names: names.length ? names : ["nothing"] })];
 }
 
-function errorPlot(errors) {
-  const powers = Object.keys(errors.counts).map(Number).sort((left, right) => left - right);
-  if (!powers.length) return [];
-  const range = Array.from({ length: powers.at(-1) - powers[0] + 1 }, (_, place) => powers[0] + place);
-  const counts = range.map((power) => errors.counts[power] ?? 0);
-  return [el("h3", {}, "Sizes of errors"), el("p", { class: "about" }, `Elements by |candidate - baseline|, powers of two; ${many(errors.num_zero)} agree.`), bars(logHeights(counts), { label: "Histogram of errors", names: range.map((power, place) => `2^${power}: ${many(counts[place])}`) })];
-}
-
 const sizeOfError = (value) => (value === "inf" || value === "nan" ? Infinity : Number(value));
 
 function axisPlot(axis) {
@@ -58,5 +50,5 @@ async function valuesOf(row, detail) {
   const place = page.valued_rows.indexOf(row);
   if (place < 0 && !detail.values) return [el("p", { class: "about" }, page.why_no_values)];
   const found = place < 0 ? detail.values : await item("values", place);
-  return [...worstTable(found.worst), ...found.axes.filter((axis) => axis.size > 1).flatMap(axisPlot), ...(found.ulp ? ulpPlot(found.ulp) : []), ...(found.errors ? errorPlot(found.errors) : [])];
+  return [...worstTable(found.worst), ...found.axes.filter((axis) => axis.size > 1).flatMap(axisPlot), ...(found.ulp ? ulpPlot(found.ulp) : [])];
 }

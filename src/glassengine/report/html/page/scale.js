@@ -23,7 +23,6 @@ function levelOf(row) {
 }
 
 const classOf = (level) => (level === 0 ? "same" : level === 1 ? "floor" : level === 9 ? "nan" : `s${level - 1}`);
-const isOwn = (row) => rows.verdict[row] >= SUSPICIOUS && !(rows.flags[row] & INHERITED);
 
 function sizeOf(row) {
   if (rows.flags[row] & SHAPE) return "shapes differ";
