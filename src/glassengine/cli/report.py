@@ -12,6 +12,7 @@ import typer
 from glassengine.cli.documents import answer
 from glassengine.cli.options import err, out, settings
 from glassengine.cli.shared import Result
+from glassengine.errors import UsageError
 
 if TYPE_CHECKING:
     from glassengine.results.report import WrittenReport
@@ -19,7 +20,12 @@ if TYPE_CHECKING:
 
 def command(
     result: Result,
-    output: Annotated[str, typer.Option("--output", "-o", metavar="DIR|FILE.html", help="Where.")],
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output", "-o", metavar="DIR|FILE.html|FILE.png", help="Where; a picture is 1200 x 630, for a link."
+        ),
+    ],
     recordings: Annotated[
         list[str] | None,
         typer.Option(
@@ -36,9 +42,16 @@ def command(
 
     Exit status: 0 the page was written, also of a result that is not ok.
     """
-    from glassengine.report.page.write import write_report
+    from glassengine.report.exported import write_card
 
-    written = write_report(result, output, recordings=recordings or (), made=f"from {result}", redact=redact)
+    if str(output).lower().endswith(".png"):
+        if recordings or redact:
+            raise UsageError("a picture has no values", got="--recordings or --redact", hint="-o FILE.html")
+        written = write_card(result, output)
+    else:
+        from glassengine.report.page.write import write_report
+
+        written = write_report(result, output, recordings=recordings or (), made=f"from {result}", redact=redact)
 
     def show() -> None:
         out.print(_line(written), highlight=False, soft_wrap=True)

@@ -17,6 +17,9 @@ MAX_ROWS = 12
 _LONGEST = 160
 _COLORS = {"identical": "#999999", "rounding": "#0072b2", "suspicious": "#e69f00", "wrong": "#d55e00"}
 """Of Okabe and Ito, which people with any color vision tell apart."""
+_SCALE = ("#ffe99a", "#fec950", "#fe9f36", "#ee7a22", "#c44303", "#8f2c04", "#541b05")
+_RATIOS, _DECIBELS, _NOT_FINITE = (4, 16, 100, 1e3, 1e4, 1e6), (100, 80, 60, 40, 20, 0), "#aa3377"
+"""Colors of what is beyond rounding, by its size, as on the page of a report (`scale.js`)."""
 _SUSPICIOUS, _WRONG = 4.0, 8.0
 """Times the noise floor; `docs/numerics.md`."""
 
@@ -26,19 +29,22 @@ def card(
     facts: Mapping[str, object],
     rows: Iterable[Mapping[str, object]] = (),
     more: int = 0,
+    drawing: str = "",
 ) -> str:
-    """Return a title, a table of facts, and a table of rows, as HTML that nothing in it can leave.
+    """Return a title, a table of facts, a drawing, and a table of rows, as HTML that nothing in it can leave.
 
     Args:
         title: What it is.
         facts: Name -> value; those that are None are left out.
         rows: The same keys each.
         more: How many rows there are beside these.
+        drawing: An SVG element.
     """
     told = [
         f"<tr><th>{_cell(name)}</th><td>{_cell(value)}</td></tr>" for name, value in facts.items() if value is not None
     ]
     parts = [f"<div><strong>{_cell(title)}</strong>", f"<table>{''.join(told)}</table>" if told else ""]
+    parts.append(drawing)
     listed = list(rows)
     if listed:
         head = "".join(f"<th>{_cell(name)}</th>" for name in listed[0])
@@ -82,7 +88,62 @@ def comparison_card(result: Any) -> str:
     ]
     why = result.verdict if result.ok else named_mistake(result) or result.not_ok_because or result.standing
     title = f"ok: {why}" if result.ok else f"NOT OK: {why}"
-    return card(title, facts, rows, more=len(worst) - len(rows))
+    return card(title, facts, rows, more=len(worst) - len(rows), drawing=_map(worst_rows(result)))
+
+
+def worst_rows(result: Any) -> list[list[tuple[str, Any]]]:
+    """Return the map of a comparison: for each of its first steps the modules in order, each with its worst pair.
+
+    It is that of the level of the first divergence, else of the level with the most tensors. A module of which nothing
+    was compared in a step has None.
+    """
+    levels = [pair.level for pair in result.pairs]
+    first = result.first_divergence
+    level = (
+        first.level
+        if first is not None and first.level in levels
+        else max(dict.fromkeys(levels), key=levels.count, default=None)
+    )
+    places: dict[str, None] = {}
+    worst: dict[tuple[int, str], Any] = {}
+    for pair in result.pairs:
+        if pair.level == level:
+            module = pair.site.rpartition("/")[0] or pair.site
+            places[module] = None
+            key = pair.step, module
+            known = worst.get(key, pair)
+            worst[key] = max(known, pair, key=lambda one: (list(_COLORS).index(one.verdict), _level(one)))
+    steps = sorted({step for step, _ in worst})[:MAX_ROWS]
+    return [[(name, worst.get((step, name))) for name in places] for step in steps]
+
+
+def _level(pair: Any) -> int:
+    """Return the place of the error in `_SCALE`, and its end where it has no size: NaN, or another shape."""
+    found = pair.figures
+    if pair.noise_ratio is None and (found is None or found.num_nonfinite_mismatch or math.isnan(found.snr_db)):
+        return len(_SCALE)
+    if pair.noise_ratio is None:
+        return sum(found.snr_db < limit for limit in _DECIBELS)
+    return sum(pair.noise_ratio >= limit for limit in _RATIOS)
+
+
+def color_of(pair: Any) -> str:
+    """Return the color of a pair: of its verdict, and beyond rounding of the size of its error."""
+    return _COLORS[pair.verdict] if pair.verdict in ("identical", "rounding") else (*_SCALE, _NOT_FINITE)[_level(pair)]
+
+
+def _map(rows: list[list[tuple[str, Any]]]) -> str:
+    """Return the map as a drawing: modules from left to right, steps from top to bottom."""
+    drawn = "".join(
+        f'<rect x="{720 * x / len(row):.1f}" y="{14 * y}" width="{720 / len(row):.2f}" height="13" '
+        f'fill="{color_of(pair)}"><title>{_cell(name)}: {pair.verdict}</title></rect>'
+        for y, row in enumerate(rows)
+        for x, (name, pair) in enumerate(row)
+        if pair is not None
+    )
+    size = f'width="720" height="{14 * len(rows)}"'
+    label = "modules in order, colored by their worst tensor"
+    return f'<svg {size} role="img" aria-label="{label}">{drawn}</svg>' if rows else ""
 
 
 def pairs_frame(pairs: Sequence[Any]) -> Any:
