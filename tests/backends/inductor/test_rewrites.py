@@ -1,7 +1,8 @@
-"""Steps of one token: compiled by themselves where the weights are outside, with the values of the program."""
+"""Where the weights are outside: steps of one token by themselves, products of few rows; the values of the program."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import zipfile
 from collections.abc import Callable
@@ -17,7 +18,10 @@ from glassengine.backends.inductor.backend import InductorBackend
 from glassengine.backends.inductor.rewrites import (
     of_one_token,
     one_token_shapes,
+    product_by_rows,
+    with_products_by_rows,
 )
+from glassengine.backends.protocol.backend import BATCH_INVARIANT
 from glassengine.backends.protocol.io import read_io
 from glassengine.program.export.export import export_causal_lm, export_module
 from glassengine.program.representation.kept_logits import with_kept_logits
@@ -119,16 +123,19 @@ def test_values_are_those_of_the_program(
 def test_both_packages_share_the_weights_outside(program: Program, built: Path) -> None:
     (weight,) = (w for name, w in program.exported.state_dict.items() if name.endswith("up_proj.weight"))
     values = weight.detach().numpy().tobytes()
-    for name in ("model.pt2", "one_token.pt2"):
+    for name, ops in (("model.pt2", {b"product_by_rows"}), ("one_token.pt2", set())):
         with zipfile.ZipFile(built / name) as archive:
             contents = [archive.read(member) for member in archive.namelist()]
         assert not any(values in content for content in contents)
-        assert not any(re.search(rb"glass(engine)?::", content) for content in contents), "no op of ours is run"
+        assert {op for content in contents for op in re.findall(rb"glass::(\w+)", content)} == ops
 
 
 @pytest.mark.slow
 def test_the_listing_says_so(program: Program, built: Path) -> None:
-    assert "one_token.pt2" in BACKEND.network(program, built).note
+    network = BACKEND.network(program, built)
+    assert "one_token.pt2" in network.note
+    linear = program.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+    assert {node.name for node in linear} <= {name for layer in network.layers for name in layer.nodes}
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
@@ -140,6 +147,38 @@ def test_every_linear_layer_of_a_step_is_a_product_of_one_row(program: Program, 
     assert count == 8 and not graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
     assert len(graph.find_nodes(op="call_function", target=torch.ops.glass.row_product.default)) == count
     assert [node.name for node in program.graph.nodes] == before
+
+
+@pytest.mark.parametrize("rows", [(1,), (2, 1), (3,), (2, 8), (255,), (256,), (2, 300), (0,)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_product_has_the_values_of_a_linear_layer_for_every_number_of_rows(
+    rows: tuple[int, ...], has_bias: bool
+) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(*rows, 40), torch.randn(24, 40), torch.randn(24) if has_bias else None
+    found = product_by_rows()(x, weight, bias)
+    torch.testing.assert_close(found, torch.nn.functional.linear(x, weight, bias), rtol=1e-5, atol=1e-5)
+
+
+def test_products_by_rows_keep_the_names_and_the_program(program: Program) -> None:
+    linear, product = torch.ops.aten.linear.default, product_by_rows()
+    before = [(node.name, node.target) for node in program.graph.nodes]
+    graph = with_products_by_rows(program.exported).graph
+    assert [(node.name, linear if node.target is product else node.target) for node in graph.nodes] == before
+    assert [(node.name, node.target) for node in program.graph.nodes] == before
+    assert not graph.find_nodes(op="call_function", target=linear)
+
+
+def test_an_engine_that_is_batch_invariant_has_no_products_by_rows(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(inductor, "FREEZE_LIMIT_BYTES", 0)
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", lambda exported, **options: given.append(exported))
+    for is_invariant in (False, True):
+        BACKEND.build(dataclasses.replace(program, metadata={BATCH_INVARIANT: is_invariant}), tmp_path)
+        targets = {node.target for node in given[-2].graph.nodes}
+        assert (product_by_rows() in targets) is not is_invariant
 
 
 def compiled(program: Program, directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -26,7 +26,12 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 from glassengine import environment
 from glassengine.accelerators import require_device
-from glassengine.backends.inductor.rewrites import of_one_token, one_token_shapes
+from glassengine.backends.inductor.rewrites import (
+    of_one_token,
+    one_token_shapes,
+    product_by_rows,
+    with_products_by_rows,
+)
 from glassengine.backends.inductor.settings import flags_in_effect, read_flags, use_private_directory
 from glassengine.backends.protocol.attention import node_of, with_grouped_queries, with_plain_attention
 from glassengine.backends.protocol.backend import (
@@ -181,8 +186,12 @@ class InductorBackend:
 
         exported, is_on_cpu = exported_on(program, device_of(program)), device_of(program) == "cpu"
         exported = with_grouped_queries(exported) if is_on_cpu else exported
-        compile_package(with_plain_attention(exported) if program.metadata.get(BATCH_INVARIANT) else exported, _PACKAGE)
         is_outside = is_on_cpu and not self.keeps_weights(program)
+        if program.metadata.get(BATCH_INVARIANT):
+            exported = with_plain_attention(exported)
+        elif is_outside:
+            exported = with_products_by_rows(exported)
+        compile_package(exported, _PACKAGE)
         # A profile takes the spans of kernels for those of one package.
         has_spans = self.options(program)["cpp.enable_kernel_profile"]
         shapes = one_token_shapes(program) if is_outside and not has_spans else {}
@@ -206,6 +215,8 @@ class InductorBackend:
         order = read_io(directory)
         require_device(order.device, "an engine that inductor built for --device cuda")
         constants: dict[str, torch.Tensor] = {}
+        if weights is not None:
+            product_by_rows()
 
         def loaded(name: str) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
             with _quiet():

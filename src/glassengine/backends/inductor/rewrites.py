@@ -1,7 +1,8 @@
-"""Programs as Inductor compiles them: steps of one token by themselves.
+"""Programs as Inductor compiles them where weights are not packed: steps of one token, and products of few rows.
 
-Such a step multiplies every weight by a single row. The libraries that multiply matrices read a weight that is not
-packed for them at half of the speed of memory; the loop over its rows that Inductor generates reads it at nearly all.
+A step of one token multiplies every weight by a single row. The libraries that multiply matrices read a weight that is
+not packed for them at half of the speed of memory; the loop over its rows that Inductor generates reads it at nearly
+all. Of a few rows of float32, MKL packs the weight in memory before it multiplies, oneDNN in the caches.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from glassengine.program.representation.kept_logits import SIZE
-from glassengine.program.representation.program import Program
+from glassengine.program.representation.program import Program, copied_graph, rebuilt
 from glassengine.program.representation.signature import quiet
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Inductor adds up longer rows in a way that is several times slower.
 _ROW_ELEMENTS = 2048
 _FIXED = {"batch": 1, "sequence": 1, SIZE: 1}
+# Numbers of rows for which oneDNN is the faster one of the two.
+_FEW_ROWS = range(3, 256)
 # Any length but 1, which the exporter would take for a constant.
 _CACHE_LENGTH = 12
 
@@ -63,6 +66,46 @@ def of_one_token(program: Program) -> ExportedProgram:
     return found
 
 
+def with_products_by_rows(exported: ExportedProgram) -> ExportedProgram:
+    """Return the program with `product_by_rows` in place of linear layers of float32.
+
+    Names of its nodes, its inputs and its outputs stay as they are.
+    """
+    graph = copied_graph(exported.graph)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default):
+        x, weight, *bias = node.args
+        if weight.meta["val"].dtype is torch.float32:
+            node.target, node.args = product_by_rows(), (x, weight, bias[0] if bias else None)
+    graph.lint()
+    return rebuilt(exported, graph, exported.graph_signature.output_specs)
+
+
+@functools.cache
+def product_by_rows() -> Any:
+    """Return the operator x [..., K], weight [N, K], bias [N] or None -> [..., N], by oneDNN for few rows, else by MKL.
+
+    A package that has it calls it once for each layer and step, which costs microseconds where the weight of a large
+    model takes milliseconds. AOTInductor itself chooses no library by a size.
+    """
+    name, of_onednn = "glass::product_by_rows", torch.ops.mkldnn._linear_pointwise
+    few_rows = _FEW_ROWS if torch._C.has_mkl and torch._C._has_mkldnn else ()
+
+    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if math.prod(x.shape[:-1]) in few_rows:
+            found: torch.Tensor = of_onednn(x, weight, bias, "none", [], "")
+            return found
+        return torch.nn.functional.linear(x, weight, bias)
+
+    torch.library.define(name, "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+    torch.library.impl(name, "CPU", product)
+    torch.library.register_fake(name, _of_linear)
+    return torch.ops.glass.product_by_rows.default
+
+
+def _of_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
 def _is_row(x: torch.Tensor) -> bool:
     return all(isinstance(size, int) for size in x.shape) and math.prod(x.shape[:-1]) == 1
 
@@ -79,9 +122,7 @@ def _row_product() -> Any:
     def row_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return torch.nn.functional.linear(x, weight, bias)
 
-    @row_product.register_fake
-    def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return x.new_empty((*x.shape[:-1], weight.shape[0]))
+    row_product.register_fake(_of_linear)
 
     def lower(x: Any, weight: Any, bias: Any) -> Any:
         aten, known = torch.ops.aten, lowering.lowerings
