@@ -10,7 +10,7 @@ import torch
 
 from glassengine.cli import main as cli
 from tests.report.made_results import comparison
-from tests.report.page.test_without_tensors import runs
+from tests.report.test_without_tensors import runs
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ from rich.text import Text
 
 from glassengine.report import words
 from glassengine.report.findings import next_step
-from glassengine.report.page.head import replay_head
-from glassengine.report.page.without_tensors import rollout_tables
+from glassengine.report.head import replay_head
 from glassengine.report.table import MOST_ROWS, VERDICT_STYLES, Screen, height, mark, new_table
 from glassengine.report.terminal_without_tensors import document, prompt, terminal_table
+from glassengine.report.without_tensors import rollout_tables
 from glassengine.report.words import (
     cost_line,
     exempt,

@@ -11,9 +11,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from glassengine.report.findings import next_of_changes
-from glassengine.report.page.head import Chip, Head, PageTable
-from glassengine.report.page.without_tensors import head_of_apart
+from glassengine.report.head import Chip, Head, PageTable
 from glassengine.report.table import VERDICT_STYLES, Screen, Table, mark, new_table
+from glassengine.report.without_tensors import head_of_apart
 from glassengine.report.words import AGREEMENT, bytes_text
 from glassengine.results.backends import CacheReport
 from glassengine.results.stored import Apart

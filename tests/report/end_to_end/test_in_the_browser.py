@@ -14,7 +14,7 @@ from glassengine.compare.series import compare_series
 from glassengine.report.page.write import write_report
 from tests.report.browser import Tab, chromium
 from tests.report.made_results import HOSTILE, TEXTS, comparison, hostile, layered, pair
-from tests.report.page.test_without_tensors import engines, runs
+from tests.report.test_without_tensors import engines, runs
 
 Open = Callable[..., Tab]
 GUILTY = "model.layers.2.self_attn/scaled_dot_product_attention.0"

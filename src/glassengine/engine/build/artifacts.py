@@ -42,7 +42,7 @@ from glassengine.program.representation.listing import NodeLine, Stage, graph_js
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.python_source import module_source
 from glassengine.reading.files import printable
-from glassengine.report.build_artifacts import index_page, network_text, plugin_text
+from glassengine.report.page.build_artifacts import index_page, network_text, plugin_text
 from glassengine.stores.places import delivered, place
 from glassengine.writing import aside, held, put_away, remove_tree
 

@@ -188,9 +188,11 @@ class RegionEnds:
             between = next(origin_of(one) for one in later.all_input_nodes if self.there in ancestors(one))
             ours = line_beside(self.own, next(iter(readers_of(self.own)), self.own))
             theirs = line_beside(later, between)
-            if theirs is not None and code_of_line(ours) != code_of_line(theirs) and _is_of_both(self.baseline, theirs):
-                parting = _parting(_frames(self.own), _frames(later))
-                return parting or (ours, source_line(between) or theirs)
+            is_of_both = _is_of_both(self.baseline, theirs)
+            if is_of_both and (callers := _parting(_frames(self.own), _frames(later))):
+                return callers
+            if is_of_both and code_of_line(ours) != code_of_line(theirs):
+                theirs = source_line(between) or theirs
             return None if theirs is None else (ours, theirs)
         frames = _frames(self.own), _frames(self.there)
         innermost = [[*map(code_of_line, lines[:1])] for lines in frames]

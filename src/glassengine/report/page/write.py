@@ -31,10 +31,10 @@ from markupsafe import Markup, escape
 from glassengine.errors import UsageError
 from glassengine.reading.files import open_regular, printable
 from glassengine.report import words
+from glassengine.report.head import Cell, Chip, Head, head_of, markdown, table
 from glassengine.report.page.data import FOLDER, MOST_TENSORS, DataFolder, ListFiles, PageRows, PageValues, compressed
-from glassengine.report.page.head import Cell, Chip, Head, head_of, markdown, table
 from glassengine.report.page.redact import MOST_BYTES, MOST_PAIRS, first_pairs, redacted, redacted_text
-from glassengine.report.page.without_tensors import head_of_apart, with_rollout
+from glassengine.report.without_tensors import head_of_apart, with_rollout
 from glassengine.results import Comparison, Comparisons, Replayed, Verdict, sentences, worst
 from glassengine.results.report import ReportPage, StepLabel, WrittenReport
 from glassengine.results.stored import Apart, OnPair, Stored, read_result, without_pairs

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from glassengine.reading.files import is_regular, open_regular
-from glassengine.report.page.head import Cell, Chip, Head, PageTable, filled, table
+from glassengine.report.head import Cell, Chip, Head, PageTable, filled, table
 from glassengine.report.page.write import page_text
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from glassengine.report.page.head import facts_tables, filled, table
+from glassengine.report.head import facts_tables, filled, table
 
 
 def test_differences_stand_first_and_long_lists_are_shortened() -> None:

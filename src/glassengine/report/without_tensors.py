@@ -12,7 +12,7 @@ import numpy as np
 from glassengine.errors import UsageError
 from glassengine.recording.series import MEASURED, Chosen, SeriesReader
 from glassengine.report import words
-from glassengine.report.page.head import Cell, Chip, Head, PageTable, Plot, filled, table
+from glassengine.report.head import Cell, Chip, Head, PageTable, Plot, filled, table
 from glassengine.results import ArtifactComparison, SeriesComparison, SideBySide
 from glassengine.results.stored import Apart
 from glassengine.results.without_tensors import RolloutComparison
