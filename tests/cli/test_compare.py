@@ -241,7 +241,7 @@ def test_build_artifacts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     (tmp_path / "c" / "manifest.json").write_text(json.dumps({**manifest, "complete": False}))
     capsys.readouterr()
     assert glass("compare", tmp_path / "a", tmp_path / "c") == 4
-    assert capsys.readouterr().out.startswith("no verdict: the same as far as they go, but a build did not end well")
+    assert capsys.readouterr().out.startswith("no verdict: The same as far as they go, but a build did not end well")
     # A run with the same DEBUG_ARTIFACTS_DIR leaves its steps beside the artifacts of the build.
     for name in "ab":
         torch.save({"x": torch.ones(2)}, tmp_path / name / "step0.pt")

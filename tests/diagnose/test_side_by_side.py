@@ -154,7 +154,7 @@ def test_a_planted_fault_is_beyond(release: Path, program: Program, tmp_path: Pa
     assert all(step.agreement == "beyond" for step in column.steps)
     # All logits are a thousandth too large: every token stays what it was.
     assert column.num_different_tokens == 0 and column.first_different_token is None
-    assert "NOT OK  logits beyond rounding" in draw(result)
+    assert draw(result).startswith("NOT OK: Logits of louder are beyond rounding, first in step 0.")
 
 
 def test_judging_one_step() -> None:
@@ -208,7 +208,7 @@ def test_without_weights_the_tolerance_stands_in(release: Path, debug: Path, mon
     result = run(release, debug, max_new_tokens=2)
     assert {step.judged_by for step in result.columns[1].steps} == {"tolerance (uncalibrated)"}
     assert any("the checkpoint is not where it was" in note for note in result.notes)
-    assert "judged by tolerance (uncalibrated)" in draw(result)
+    assert "judged   by tolerance (uncalibrated)" in draw(result)
 
 
 @pytest.mark.slow

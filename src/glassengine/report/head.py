@@ -75,6 +75,7 @@ class Head:
         sentence: The answer.
         ok: Whether nothing is wrong.
         is_flagged: Whether it is ok with a verdict that a reader must know.
+        has_verdict: Whether it is known if something is wrong.
         sources: Of the guilty line.
         hint: Which mistake it is, as (what, text): "mistake" where proven, else "hint"; and "line" as it should be.
         lines: What else belongs to the answer: (what, text).
@@ -89,6 +90,7 @@ class Head:
     sentence: str
     ok: bool
     is_flagged: bool = False
+    has_verdict: bool = True
     sources: tuple[PageSource, ...] = ()
     hint: tuple[tuple[str, str], ...] = ()
     lines: tuple[tuple[str, str], ...] = ()
@@ -102,11 +104,13 @@ class Head:
     @property
     def mark(self) -> str:
         """The first word."""
-        return "ok" if self.ok else "NOT OK"
+        return "no verdict" if not self.has_verdict else "ok" if self.ok else "NOT OK"
 
     @property
     def tone(self) -> str:
         """Its color: "good", "fair" or "bad"."""
+        if not self.has_verdict:
+            return "fair"
         return "bad" if not self.ok else "fair" if self.is_flagged else "good"
 
 

@@ -81,7 +81,7 @@ def _example(example: PromptExample) -> Iterator[Text]:
         yield Text(f"  {name:<10} {pieces or '(nothing)'}" + (f"   {list(ids)}" if ids else ""))
 
 
-_MOST_LINES = 12
+_MOST_LINES = 24
 
 
 def terminal_table(shown: PageTable, most: int = _MOST_LINES) -> Table:
@@ -100,7 +100,8 @@ def terminal_table(shown: PageTable, most: int = _MOST_LINES) -> Table:
 
 def document(head: Head) -> Iterator[RenderableType]:
     """Yield what a page shows above its data."""
-    yield mark(head.ok).append(f": {head.sentence}")
+    answer = mark(head.ok) if head.has_verdict else Text().append(head.mark, style="bold yellow")
+    yield answer.append(f": {head.sentence}")
     yield Text(f"compared {head.baseline} (baseline) with {head.candidate} (candidate)")
     yield from (Text(f"source   {one.place}: {one.code}") for one in head.sources)
     yield from (Text(f"{what:8} {text}") for what, text in head.lines)

@@ -103,6 +103,7 @@ def _artifacts(result: ArtifactComparison) -> Head:
     return Head(
         words.sentence(words.artifacts_sentence(result)),
         result.ok,
+        has_verdict=not words.is_unfinished(result),
         baseline=result.baseline,
         candidate=result.candidate,
         tables=filled(

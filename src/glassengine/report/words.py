@@ -437,6 +437,12 @@ def token_lines(result: SideBySide) -> list[str]:
     return lines
 
 
+def is_unfinished(result: ArtifactComparison) -> bool:
+    """Whether two builds are the same as far as they go, and one did not end well: no verdict."""
+    is_same = all(stage.status == "identical" for stage in result.stages)
+    return is_same and not (result.complete or result.differences or result.files)
+
+
 def artifacts_sentence(result: ArtifactComparison) -> str:
     """Return whether two builds have the same artifacts, and where they differ first."""
     if result.ok:
@@ -444,8 +450,8 @@ def artifacts_sentence(result: ArtifactComparison) -> str:
     first = next((stage for stage in result.stages if stage.status != "identical"), None)
     if first is not None:
         return f"different: first in stage {first.name}, {first.status}"
-    if not result.complete and not result.differences and not result.files:
-        return "no verdict: the same as far as they go, but a build did not end well"
+    if is_unfinished(result):
+        return "the same as far as they go, but a build did not end well"
     return "different: the graphs are the same at every stage, settings or files are not"
 
 

@@ -102,7 +102,15 @@ class MetricsReport(Result):
         refuse_newer(data.get("schema_version"), SCHEMA_VERSION, "the report", _WHAT)
         report = converted(data, MetricsReport, "the report", what=_WHAT, words=True)
         for one in report.metrics:
-            numbers = [one.accumulator, one.value_rate, one.rate, one.mean, one.std_dev, *one.percentiles.values()]
+            numbers = [
+                one.total_samples,
+                one.accumulator,
+                one.value_rate,
+                one.rate,
+                one.mean,
+                one.std_dev,
+                *one.percentiles.values(),
+            ]
             numbers += [value for _, value in one.samples]
             if not all(abs(value) < _LARGEST for value in numbers if value is not None):
                 raise CorruptError(f"{_WHAT} is damaged", got=f"{one.name}: a number that is not finite")

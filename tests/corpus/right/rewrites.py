@@ -85,12 +85,12 @@ def _attention(e: Edit, node: Op) -> Op | None:
     """Scores, softmax in float32, context: transformers' eager attention."""
     query, key, value, *rest = node.args
     mask = rest[0] if rest else None
-    if (
-        mask is None
-        or mask.meta["val"].dtype is not torch.bool
-        or key.meta["val"].shape[1] != query.meta["val"].shape[1]
-    ):
+    if mask is None or mask.meta["val"].dtype is not torch.bool:
         return None
+    num_queries, num_keys = (int(heads.meta["val"].shape[1]) for heads in (query, key))
+    if num_queries != num_keys:
+        groups = num_queries // num_keys
+        key, value = (e.call(aten.repeat_interleave.self_int, heads, groups, 1) for heads in (key, value))
     dtype = node.meta["val"].dtype
     scale = node.kwargs.get("scale") or int(query.meta["val"].shape[-1]) ** -0.5
     scores = e.call(aten.mul.Tensor, e.call(aten.matmul.default, query, e.call(aten.transpose.int, key, 2, 3)), scale)

@@ -376,8 +376,9 @@ class Score:
         )
         if flagged:
             self._flagged.append(node)
-        own, theirs = (unit_roundoff(made.dtype) if is_rounded else 0.0 for made in (reference.native, judged.tensor))
-        if visited.why is Why.MANY_ROUNDINGS and theirs > own and not self.coarsened:
+        both = reference.native, judged.tensor
+        units = [unit_roundoff(made.dtype) for made in both if made.is_floating_point()]
+        if visited.why is Why.MANY_ROUNDINGS and units[1:] > units[:1] and not self.coarsened:
             first = self._divergence(node, observed, judged, reference, step)
             hints = (_of_dtype(node, reference.native, judged.tensor), *first.hints)
             self.coarsened[node.name] = dataclasses.replace(first, hints=hints)
