@@ -88,6 +88,34 @@ class Sorted(nn.Module):
         return y * (marks & (key.gather(1, order) > 2)).unsqueeze(-1)
 
 
+class Encoder(nn.Module):
+    """A convolution and its activation, in a module of its own."""
+
+    def __init__(self, stride: int) -> None:
+        super().__init__()
+        self.projection = nn.Conv2d(2, 2, 3, stride, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.projection(x).tanh()
+
+
+class Resized(nn.Module):
+    """Enlarges a tensor beside a result; a port may enlarge the one of another size."""
+
+    def __init__(self, *, takes_small: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.small_encoder_of_the_image, self.large_encoder_of_the_image = Encoder(2), Encoder(1)
+        self.takes_small = takes_small
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = self.large_encoder_of_the_image(x)
+        small = self.small_encoder_of_the_image(large)
+        taken = small if self.takes_small else large
+        size = (13, 11)
+        return nn.functional.interpolate(taken, size=size, mode="bilinear", align_corners=False).exp() + small.sum()
+
+
 class Rotary(nn.Module):
     """Rotates pairs of neighbors; a port may rotate halves."""
 
@@ -143,6 +171,12 @@ def test_an_input_that_fits_comes_before_an_expression_of_it() -> None:
     inputs = {"x": rows(2, 5, 6), "key": torch.tensor([[3, 1, 4, 9, 5]]).expand(2, 5), "marks": rows(2, 5) > 0}
     _, found = first(Sorted(), Sorted(are_marks_sorted=False), **inputs)
     assert found.hints[0].text.startswith("gather is missing: input marks is passed on as it is")
+
+
+def test_one_op_that_reads_a_tensor_of_another_size_is_told_by_both_tensors() -> None:
+    _, found = first(Resized(), Resized(takes_small=True), x=rows(1, 2, 8, 6))
+    names = [f"{size}_encoder_of_the_image/tanh.0" for size in ("large", "small")]
+    assert found.hints[0].text == f"{names[0]} in the baseline, {names[1]} in the candidate"
 
 
 def test_axes_of_several_ops_are_told_as_one_order() -> None:

@@ -183,7 +183,13 @@ def _of_other_sizes(question: Question, there: TheirRegion) -> Iterator[Hypothes
 def _instead(question: Question, node: Node, value: Any, other: Node, found: Any) -> Iterator[Hypothesis]:
     is_alike = isinstance(value, Tensor) and isinstance(found, Tensor) and found.shape == value.shape
     if is_alike and question.there and found.is_floating_point() == value.is_floating_point():
-        here, there = _both_written(node, question.labels, other, question.there.labels)
+        labels = question.labels, question.there.labels
+        here, there = _both_written(node, labels[0], other, labels[1])
+        if here == there:  # the same ops, too many to be written: what they read is another
+            one, another = _apart(node, labels[0], other, labels[1])
+            here, there = _both_written(one, labels[0], another, labels[1])
+            if here == there:
+                return
         text = f"{here} in the baseline, {there} in the candidate"
         if other.op == "placeholder":
             is_passed_on = there in {question.label(one) for one in up(node)}
@@ -217,6 +223,26 @@ def _both_written(node: Node, ours: Mapping[str, str], other: Node, theirs: Mapp
     alone = (here - there, there - here) if here - there and there - here else (here, there)
     lists = (", ".join(f"{n} x {op}" if n > 1 else op for op, n in ops.items()) for ops in alone)
     return [text if len(text) <= _LONGEST else listed for text, listed in zip(texts, lists, strict=True)]
+
+
+def _apart(node: Node, ours: Mapping[str, str], other: Node, theirs: Mapping[str, str]) -> tuple[Node, Node]:
+    """Return the operands in which two calls of one op differ, where that is one of each; else the two themselves."""
+    while True:
+        node, other = _skipped(node), _skipped(other)
+        both = [pytree.tree_leaves((one.args, dict(one.kwargs))) for one in (node, other)]
+        if node.target is not other.target or len(both[0]) != len(both[1]):
+            return node, other
+        differing = [(a, b) for a, b in zip(*both, strict=True) if _written(a, ours) != _written(b, theirs)]
+        if len(differing) != 1 or not all(isinstance(one, Node) for one in differing[0]):
+            return node, other
+        ((node, other),) = differing
+
+
+def _skipped(node: Node) -> Node:
+    """Return the node whose values are written for one that passes them on."""
+    while node.op == "call_function" and passes_on(node) and node.args and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
 
 
 def _ops(node: Node) -> list[Node]:
