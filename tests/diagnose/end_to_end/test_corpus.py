@@ -72,10 +72,11 @@ def test_the_corpus_is_as_large_as_promised() -> None:
 def test_legitimate_variants_raise_no_alarm(dtype: str, share: int) -> None:
     made = bench("llama", dtype)
     sides = [corpus.varied(made, made.program, variation) for variation in VARIATIONS]
-    rewritten = [plant(made.program, rewrite, "") for rewrite in REWRITES[::share]]
+    rewrites = [rewrite for rewrite in REWRITES[::share] if rewrite.name != "bias apart"]  # a llama has none
+    rewritten = [plant(made.program, rewrite, "") for rewrite in rewrites]
     sides += [corpus.varied(made, mutant.program, VARIATIONS[-1]) for mutant in rewritten]
     sides += [implementations.RowsApart(made), *implementations.other_attention(made)]
-    names = [*(variation.name for variation in VARIATIONS), *(rewrite.name for rewrite in REWRITES[::share])]
+    names = [*(variation.name for variation in VARIATIONS), *(rewrite.name for rewrite in rewrites)]
     names += ["rows apart", "eager attention", "eager attention, untouched"]
     rows = corpus.rows_of_legitimate(made, names, sides)
     assert not [row for row in rows if row.is_found]
