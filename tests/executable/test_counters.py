@@ -234,7 +234,7 @@ def test_json_twin_is_the_same_report(tmp_path: Path) -> None:
         ("{", "report is damaged"),
         ("{}", "a report of metrics is damaged"),
         ('{"schema_version": 99}', "newer version"),
-        ('{"schema_version": 1, "metrics": [{"unit": "ns"}], "counters": {}, "ranks": [0]}', "metrics"),
+        ('{"schema_version": 1, "metrics": [{"unit": "ns"}], "counters": {}, "ranks": [0]}', "required field `name`"),
         ('{"schema_version": 1, "metrics": {"a": 1}, "counters": {}, "ranks": [0]}', "a report of metrics is damaged"),
     ],
 )

@@ -72,6 +72,22 @@ class Scaled(nn.Module):
         return x - mean.float() / (y - mean).square().mean(-1, keepdim=True).sqrt().float()
 
 
+class Cleared(Scaled):
+    """Adds nothing of statistics that may have fewer bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0 * x.to(self.dtype).square().mean(-1, keepdim=True).float()
+
+
+class Written(Filtered):
+    """Conjugates by the sign of the imaginary part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        real, imaginary = self.coefficients(x).unflatten(-1, (3, 2)).unbind(-1)
+        spectrum = torch.view_as_complex(x.unflatten(-1, (3, 2)).contiguous())
+        return torch.view_as_real((spectrum * torch.complex(real, -imaginary)).sum(-1))
+
+
 class Sorted(nn.Module):
     """Sorts rows and what marks them; a port may leave the marks as they are."""
 
@@ -165,6 +181,17 @@ def test_an_op_that_is_right_in_a_dtype_of_fewer_bits_is_where_they_are_lost() -
     _, found = first(Scaled(), Scaled(torch.bfloat16), x=rows(4, 64))
     assert found.hints[0].text == "dtype of to_copy: float64 in the baseline, bfloat16 in the candidate"
     assert found.candidate_source is not None and found.candidate_source.endswith("y = x.to(self.dtype)")
+
+
+def test_fewer_bits_of_which_no_result_is_made_are_no_alarm() -> None:
+    found = check(Cleared().eval(), candidate=Cleared(torch.bfloat16).eval(), inputs={"x": rows(4, 64)})
+    assert found.ok and found.first_divergence is None and not found.origins
+
+
+def test_a_conjugate_may_be_written_by_its_parts() -> None:
+    baseline = Filtered(conjugates=True).eval()
+    assert check(baseline, candidate=Written().eval(), inputs={"x": rows(3, 6)}).ok
+    assert check(Written().eval(), candidate=baseline, inputs={"x": rows(3, 6)}).ok
 
 
 def test_an_input_that_fits_comes_before_an_expression_of_it() -> None:

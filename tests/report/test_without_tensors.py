@@ -102,7 +102,7 @@ def test_artifacts(tmp_path: Path) -> None:
     text = page_of(artifacts(), tmp_path)
     assert "Different: first in stage fused, different." in text
     assert re.findall(r'<span class="chip (\w+)">(\w+)', text) == [("identical", "identical"), ("wrong", "different")]
-    for words in ("mul: other", "mlp/mul.0", "plugin.txt", "float32", "None"):
+    for words in ("mul: other", "mlp/mul.0", "plugin.txt", "float32", "none"):
         assert words in text
     with pytest.raises(UsageError, match="not those of the result"):
         write_report(artifacts(), tmp_path / "x", recordings=["a", "b"])

@@ -12,6 +12,7 @@ a module returns a tensor. A result that went unpaired would go unjudged, and th
 
 from __future__ import annotations
 
+import heapq
 import inspect
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -393,11 +394,14 @@ def maker_of(node: Node) -> Node | None:
 
 
 def passed_by(node: Node, there: Node, counterparts: Mapping[str, str]) -> Node:
-    """Return the first op of the region that makes `node`, of which `there` is what goes in; `node` without one."""
+    """Return the first op of the region that makes `node`, of which `there` is what goes in.
+
+    Where none reads that, it is the op that makes `node`: the norm, whose result is the first of several.
+    """
     ops, _ = region_of(node, counterparts)
     makers = (op for op in ops if not passes_on(op))
     sources = ((op, {_name_there(source, counterparts) for source in op.all_input_nodes}) for op in makers)
-    return next((op for op, names in sources if there.name in names), node)
+    return next((op for op, names in sources if there.name in names), maker_of(node) or node)
 
 
 def done_later(node: Node, there: Node, counterparts: Mapping[str, str]) -> Node | None:
@@ -456,14 +460,17 @@ def partners_of(node: Node) -> list[tuple[Node, Node]]:
 
 def next_below(node: Node, most: int) -> list[Node]:
     """Return the nearest ops below a node that read its values, in the order of the graph, at most so many."""
-    found: dict[Node, None] = {}
-    following = node.next
-    while following.op != "output" and len(found) < most:
-        is_below = any(source is node or source in found for source in following.all_input_nodes)
-        if is_below and "_assert" not in str(following.target) and not traits_of(following).reads_sizes:
-            found[following] = None
-        following = following.next
-    return list(found)
+    found: list[Node] = []
+    seen, waiting = {node}, [node]  # a heap: nodes compare by their places in the graph
+    while waiting and len(found) <= most:
+        following = heapq.heappop(waiting)
+        found.append(following)
+        for user in following.users:
+            is_op = user.op == "call_function" and "_assert" not in str(user.target)
+            if is_op and user not in seen and not traits_of(user).reads_sizes:
+                seen.add(user)
+                heapq.heappush(waiting, user)
+    return found[1:]
 
 
 def rounded_to(node: Node) -> set[torch.dtype]:

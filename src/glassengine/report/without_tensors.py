@@ -97,7 +97,7 @@ def _artifacts(result: ArtifactComparison) -> Head:
         for change in stage.changes
         for line in change.lines
     ]
-    settings = [(one.name, str(one.baseline), str(one.candidate)) for one in result.differences]
+    settings = [(one.name, _setting(one.baseline), _setting(one.candidate)) for one in result.differences]
     files = [(name,) for name in result.files]
     about = "In order; one that is passed on differs as those before it do."
     return Head(
@@ -109,11 +109,21 @@ def _artifacts(result: ArtifactComparison) -> Head:
         tables=filled(
             table("Stages", about, ("stage", "status", *kinds), stages, is_open=True),
             table("Changes", "Lines of the graphs that differ.", ("stage", "change", "tensors"), changes, is_open=True),
-            table("Settings", "That differ.", ("setting", "baseline", "candidate"), settings, is_open=True),
-            table("Files", "Of the back-end, that differ.", ("file",), files, is_open=True),
+            table(
+                "Settings",
+                "Options that differ.",
+                ("setting", "baseline", "candidate"),
+                settings,
+                is_open=True,
+            ),
+            table("Files", "Files of the back-end that differ.", ("file",), files, is_open=True),
         ),
         notes=result.notes,
     )
+
+
+def _setting(value: object) -> str:
+    return "none" if value is None else str(value)
 
 
 def _series(result: SeriesComparison, recordings: Sequence[str | Path]) -> Head:
@@ -140,7 +150,7 @@ def _series(result: SeriesComparison, recordings: Sequence[str | Path]) -> Head:
         candidate=result.candidate,
         tables=filled(
             table("Where series part", about, columns, rows, is_open=True),
-            table("Only on one side", "Not compared.", ("what",), only_one, is_open=True),
+            table("Only on one side", "What only one side has is not compared.", ("what",), only_one, is_open=True),
         ),
         plots=curves(result, *recordings) if recordings else (),
         notes=result.notes,

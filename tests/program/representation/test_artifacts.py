@@ -145,7 +145,7 @@ def test_terminal(artifacts: dict[str, Path]) -> None:
     console.print(side_by_side(commands.compare_artifacts(artifacts["swap"], artifacts["scale, swap"])))
     text = console.export_text()
     assert text.startswith("NOT OK: Different: first in stage pass-scale, candidate only")
-    assert "+ mul_tensor: float32[2, 4]" in text and "Files: Of the back-end, that differ." in text
+    assert "+ mul_tensor: float32[2, 4]" in text and "Files: Files of the back-end that differ." in text
 
 
 @pytest.mark.parametrize(

@@ -341,7 +341,7 @@ def _by_dimension(shapes: Sequence[Sequence[int]]) -> list[Size]:
 
 def _may_be_near(sums: Sequence[tuple[_Sums, _Sums]], most: float) -> bool:
     """Whether two tensors can be so near in each step: the distance bounds that of every mean."""
-    return all(
+    return math.isinf(most) or all(
         abs(a - b) <= most * ours.size * _SLACK + 1e-30
         for ours, theirs in sums
         for a, b in zip(ours, theirs, strict=True)

@@ -21,11 +21,10 @@ from torch.fx import Node
 
 from glassengine.judge.pairing.candidate_tensors import CandidateTensor, Values, is_telling, shapes_of
 from glassengine.judge.pairing.program_pairs import MOST_FOREIGN, ProgramPairs, UnknownValue
-from glassengine.judge.site_pairs import next_below, origin_of, partners_of, readers_of, region_of
+from glassengine.judge.site_pairs import next_below, origin_of, partners_of, passes_on, readers_of, region_of
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node, op_name
-from glassengine.program.representation.outputs import is_view
 
 _AHEAD = 12
 """How many ops below a node are asked whether they follow from a tensor."""
@@ -279,4 +278,4 @@ def _is_start(node: Node) -> bool:
 
 def _keeps(node: Node) -> bool:
     """Whether an op moves or casts values, and computes none."""
-    return traits_of(node).moves or traits_of(node).casts or is_view(node)
+    return traits_of(node).moves or passes_on(node)

@@ -386,7 +386,7 @@ def softened(scores: Sequence[Score], program: Program) -> tuple[dict[str, list[
             dataclasses.replace(found, verdict="suspicious")
             if found.verdict == "wrong" and found.node in excused
             else found
-            for found in (score.divergences or (score.coarsened if _differs(score) else {})).values()
+            for found in _divergences(score)
         ]
     return pairs, divergences
 
@@ -397,8 +397,11 @@ def _agrees(score: Score) -> bool:
     return bool(found) and all(result.agrees and not result.exempt for result in found)
 
 
-def _differs(score: Score) -> bool:
-    return any(not result.agrees for result in score.results.compared)
+def _divergences(score: Score) -> list[Divergence]:
+    """Return the ops that make an error; without one, where results differ, the first that has fewer bits."""
+    found = list(score.divergences.values())
+    is_other = any(not result.agrees for result in score.results.compared)
+    return [score.coarsened] if not found and is_other and score.coarsened is not None else found
 
 
 def vacuous(program: Program, scores: Sequence[Score]) -> Iterator[str]:

@@ -203,7 +203,7 @@ class Score:
     program: Program
     pairs: list[Pair] = field(default_factory=list)
     divergences: dict[str, Divergence] = field(default_factory=dict)
-    coarsened: dict[str, Divergence] = field(default_factory=dict)
+    coarsened: Divergence | None = None
     """The first tensor that has fewer bits than the baseline's and is off by more than those explain."""
     judged_nodes: set[str] = field(default_factory=set)
     empty_nodes: set[str] = field(default_factory=set)
@@ -235,8 +235,9 @@ class Score:
             "ledger",
             "drift",
             "sums",
+            "unlike",
         )
-        return {name: getattr(self, name) for name in (*names, "unlike")} | {"results": self.results.found_so_far()}
+        return {name: getattr(self, name) for name in names} | {"results": self.results.found_so_far()}
 
     def merge(self, later: Mapping[str, Any]) -> None:
         """Add what `found` returned of later cases of the same side."""
@@ -378,10 +379,9 @@ class Score:
             self._flagged.append(node)
         both = reference.native, judged.tensor
         units = [unit_roundoff(made.dtype) for made in both if made.is_floating_point()]
-        if visited.why is Why.MANY_ROUNDINGS and units[1:] > units[:1] and not self.coarsened:
+        if self.coarsened is None and visited.why is Why.MANY_ROUNDINGS and units[1:] > units[:1]:
             first = self._divergence(node, observed, judged, reference, step)
-            hints = (_of_dtype(node, reference.native, judged.tensor), *first.hints)
-            self.coarsened[node.name] = dataclasses.replace(first, hints=hints)
+            self.coarsened = dataclasses.replace(first, hints=(_of_dtype(node, *both), *first.hints))
         if node.name in self._tracker.origins and is_origin:
             divergence = self._divergence(node, observed, judged, reference, step)
             if node.name not in self.divergences:

@@ -505,7 +505,7 @@ PLANTED = {
         lambda x, k: F.conv2d(x, k.mT),
         lambda x, k: F.conv2d(x, k + 0),
         "transposed",
-        "axes 2 and 3 of kernel are transposed",
+        "height and width",
         ("image", "kernel"),
     ),
     "padding of a convolution": Planted(

@@ -183,11 +183,11 @@ def _of_other_sizes(question: Question, there: TheirRegion) -> Iterator[Hypothes
 def _instead(question: Question, node: Node, value: Any, other: Node, found: Any) -> Iterator[Hypothesis]:
     is_alike = isinstance(value, Tensor) and isinstance(found, Tensor) and found.shape == value.shape
     if is_alike and question.there and found.is_floating_point() == value.is_floating_point():
-        labels = question.labels, question.there.labels
-        here, there = _both_written(node, labels[0], other, labels[1])
+        ours, theirs = question.labels, question.there.labels
+        here, there = _both_written(node, ours, other, theirs)
         if here == there:  # the same ops, too many to be written: what they read is another
-            one, another = _apart(node, labels[0], other, labels[1])
-            here, there = _both_written(one, labels[0], another, labels[1])
+            one, another = _apart(node, ours, other, theirs)
+            here, there = _both_written(one, ours, another, theirs)
             if here == there:
                 return
         text = f"{here} in the baseline, {there} in the candidate"

@@ -131,7 +131,15 @@ def _convolutions(question: Question, node: Node) -> Iterator[Other]:
     weight = question.trial.values.get(args[1])
     if weight is None or isinstance(padding, str):
         return
-    axes = range(2, weight.dim())
+    axes, name = tuple(range(2, weight.dim())), question.label(args[1])
+    if any(weight.shape[axis] > 1 for axis in axes):
+        yield "permuted", f"the kernel {name} is flipped", _with_weight(lambda w: w.flip(axes))
+    if len(axes) == 2 and weight.shape[2] == weight.shape[3]:
+        text = f"height and width of the kernel {name} are transposed"
+        yield "transposed", text, _with_weight(lambda w: w.transpose(2, 3))
+    if weight.shape[0] == weight.shape[1]:
+        text = f"input and output of the kernel {name} are transposed"
+        yield "transposed", text, _with_weight(lambda w: w.transpose(0, 1))
     sizes = _each(padding, len(axes))
     if not any(sizes):
         return
@@ -148,6 +156,10 @@ def _convolutions(question: Question, node: Node) -> Iterator[Other]:
 def _each(sizes: int | Sequence[int], number: int) -> list[int]:
     """Return a size for each of some axes, where one may stand for all."""
     return [sizes] * number if isinstance(sizes, int) else list(sizes) * (number // len(sizes))
+
+
+def _with_weight(change: Pointwise) -> Edit:
+    return lambda call: call.target(call.args[0], change(call.args[1]), *call.args[2:], **call.kwargs)
 
 
 def _padded_before(sizes: Sequence[tuple[int, int]], mode: str) -> Edit:
