@@ -161,7 +161,7 @@ def _batches(
     inputs: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
     known: KnownTokens | None,
     loaded: LoadedModel,
-) -> list[Mapping[str, Any]]:
+) -> Sequence[Mapping[str, Any]]:
     if inputs is None:
         if known is None and loaded.stored is not None:
             logger.warning("recorded on inputs that are made up, as glass check does; --inputs FILE gives others")
