@@ -193,7 +193,7 @@ class MistakeSearch:
         """Yield the pieces that end in a node, from its own op on; each once."""
         asked: set[frozenset[str]] = set()
         for depth, besides in [(0, ()), *((depth, self.flagged) for depth in _DEPTHS)]:
-            piece = self._piece(node, depth, besides)
+            piece = self.piece(node, depth, besides)
             names = frozenset(op.name for op in piece.ops) if piece is not None else frozenset()
             if piece is not None and len(piece.ops) <= _MOST_OPS and names not in asked:
                 asked.add(names)
@@ -293,10 +293,6 @@ class MistakeSearch:
         known = (lambda source: self._known[source.name]), (lambda source: self._known_there[source.name])
         return inside_of(node, there, known, dtypes)
 
-    def piece(self, node: Node) -> Piece | None:
-        """Return what makes a node from what the candidate was observed to make; None where that is not known."""
-        return self._piece(node, 0, ())
-
     def question(
         self, node: Node, piece: Piece, actual: torch.Tensor, valid: torch.Tensor | None, budget: Budget | None = None
     ) -> Question | None:
@@ -312,7 +308,8 @@ class MistakeSearch:
             actual = real_parts(actual)
         right, program = trial.right, self.program
         theirs, others = self._theirs(node), self._other_values(node, trial)
-        held = self._held(theirs)
+        read = self._weights_there.keys() & {source.name for op in theirs for source in op.all_input_nodes}
+        held = {name: self._names_there.get(name, name) for name in sorted(read)}
         their_weights = {name: self._weights_there[own] for own, name in held.items()}
         own_labels = self._labels(node, (op.name for op in [*trial.inputs, *trial.ops]))
         labels = {label: name for name, label in self._labels(node, others, own_labels).items()}
@@ -344,7 +341,8 @@ class MistakeSearch:
         )
         return found if found.left(right) > 0 else None
 
-    def _piece(self, node: Node, depth: int, besides: Collection[str]) -> Piece | None:
+    def piece(self, node: Node, depth: int = 0, besides: Collection[str] = ()) -> Piece | None:
+        """Return what makes a node, and `depth` steps above it, of what the candidate made; None if that is unknown."""
         known = self._known
         above = {node.name, *(op.name for op in up(node, depth) if op.op == "call_function")}
         # A tensor is not made of itself.
@@ -404,11 +402,6 @@ class MistakeSearch:
         sources = {(op.target, source.name) for op in theirs for source in op.all_input_nodes}
         inside = [(n.name, user.target) for n in trial.inputs for user in n.users if user in trial.values]
         return frozenset(name for name, target in inside if (target, self.counterparts.get(name)) in sources)
-
-    def _held(self, theirs: list[Node]) -> dict[str, str]:
-        """Return the weights that ops of the candidate read: node -> name."""
-        read = {source.name for op in theirs for source in op.all_input_nodes}
-        return {name: self._names_there.get(name, name) for name in sorted(read & self._weights_there.keys())}
 
     def _labels(self, node: Node, names: Iterable[str], known: Mapping[str, str] | None = None) -> dict[str, str]:
         """Return what people call nodes: by what makes their values, where that is another one for each.

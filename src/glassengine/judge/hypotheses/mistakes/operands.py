@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.judge.hypotheses.mistakes.layouts import heads_or_parts, merges
+from glassengine.judge.hypotheses.mistakes.layouts import merges
 from glassengine.judge.hypotheses.mistakes.tensor_roles import (
     BENDING,
+    heads_or_parts,
     is_counted,
     is_of_before,
     is_stored,
@@ -338,9 +339,10 @@ def another(question: Question) -> Iterator[Hypothesis]:
             other = torch.zeros_like(value) + double(found)  # a row stands for a column
             if torch.equal(other, value):
                 continue
-            factor, source = _factor(value, other), question.sources.get(name)
+            source = question.sources.get(name)
             kind, text = _instead(question, node, source, name)
-            if factor is not None:
+            factor = factor_between(value, other) if is_real(value) and value.shape == other.shape else 0.0
+            if factor and float((value * factor - other).abs().max()) <= _SCALED * float(other.abs().max()):
                 made = origin_of(question.in_baseline(node))
                 is_missing = source is not None and origin_of(source) in map(origin_of, made.all_input_nodes)
                 kind, text = "scale", f"{op_name(made)} is missing: {name} is read as it is"
@@ -431,13 +433,6 @@ def _instead(question: Question, node: Node, other: Node | None, name: str) -> t
         which = "an earlier" if is_earlier else "a later"
         return "stale" if is_earlier else "swapped", f"that of {which} pass of its loop is read: {text}"
     return ("stale" if is_of_before(question, other) and not is_of_before(question, node) else "swapped"), text
-
-
-def _factor(value: Tensor, other: Tensor) -> float | None:
-    """Return the number that makes one tensor the other; None where none does."""
-    factor = factor_between(value, other) if is_real(value) and value.shape == other.shape else 0.0
-    is_scaled = factor and float((value * factor - other).abs().max()) <= _SCALED * float(other.abs().max())
-    return factor if is_scaled else None
 
 
 def _operands(question: Question) -> list[Node]:

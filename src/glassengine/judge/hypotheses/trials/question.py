@@ -120,10 +120,6 @@ class Question:
         """Return a node of the piece as it is in the baseline's whole graph."""
         return self.named.get(node.name, node)
 
-    def users(self, node: Node) -> list[Node]:
-        """Return what reads a node of the piece in the baseline's whole graph."""
-        return list(self.in_baseline(node).users)
-
     def has_all(self, nodes: Sequence[Node]) -> bool:
         """Whether some nodes are ops of the piece, each of which the candidate has as often."""
         ours, theirs = ([op.target for op in ops] for ops in (self.trial.ops, self.theirs))
@@ -327,27 +323,24 @@ def _size(value: torch.Tensor, valid: torch.Tensor | None, limit: float) -> floa
 
 def in_its_dtype(piece: Piece, actual: torch.Tensor) -> torch.Tensor | None:
     """Return what a piece makes in the dtype of the model, where it casts to a finer one; None where it does not."""
-    own = actual.dtype
-    if not own.is_floating_point or unit_roundoff(own) <= unit_roundoff(torch.float32):
+    own, is_cast = actual.dtype, any(torch.float32 in (*op.args, *op.kwargs.values()) for op in piece.ops)
+    if not is_cast or not own.is_floating_point or unit_roundoff(own) <= unit_roundoff(torch.float32):
         return None
-    values: dict[Node, Any] = {}
-    is_cast = False
 
     def coarse(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.to(own) if is_real(value) else value
         return own if value in (torch.float32, torch.float64) else value
 
+    graph = piece.module.graph
+    values: dict[Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), piece.arguments(), strict=True))
     try:
-        values.update(zip(piece.module.graph.find_nodes(op="placeholder"), piece.arguments(), strict=True))
         for op in piece.ops:
             args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), values.__getitem__)
-            is_cast = is_cast or torch.float32 in (*args, *kwargs.values())
             called: Any = op.target
             args, kwargs = pytree.tree_map(coarse, (args, kwargs))
             values[op] = pytree.tree_map(coarse, called(*args, **kwargs))
-        (end,) = piece.module.graph.output_node().all_input_nodes
     except FAILS:
         return None
-    made = values[end]
-    return made.double() if is_cast and isinstance(made, torch.Tensor) else None
+    made = values[graph.output_node().all_input_nodes[0]]
+    return made.double() if isinstance(made, torch.Tensor) else None
