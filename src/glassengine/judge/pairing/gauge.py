@@ -110,6 +110,7 @@ class _Two:
         self._theirs = {node.name: node for node in candidate.graph.nodes}
         self._tables = _tables(baseline)
         self._equal_weights: dict[tuple[Node, Node], bool] = {}
+        self._operands: dict[Node, list[tuple[Node, Node]] | None] = {}
         floats = [w.dtype for one in self._programs for w in one.weights().values() if w.is_floating_point()]
         self._unit = max(map(unit_roundoff, [torch.float32, *floats]))
 
@@ -183,14 +184,10 @@ class _Two:
 
     def _is_same(self, ours: Node, theirs: Node, values: tuple[Mapping[Node, Any], Mapping[Node, Any]]) -> bool:
         """Whether both call one op on the same values: its result need not be computed twice."""
-        if len(ours.args) != len(theirs.args) or list(ours.kwargs) != list(theirs.kwargs):
-            return False
-        operands = operands_of(ours), operands_of(theirs)
-        return (
-            difference(ours, theirs) is None
-            and len(operands[0]) == len(operands[1])
-            and all(self._are_equal(one, other, values) for one, other in zip(*operands, strict=True))
-        )
+        if ours not in self._operands:
+            self._operands[ours] = _operands_alike(ours, theirs)
+        operands = self._operands[ours]
+        return operands is not None and all(self._are_equal(one, other, values) for one, other in operands)
 
     def _are_equal(self, ours: Node, theirs: Node, values: tuple[Mapping[Node, Any], Mapping[Node, Any]]) -> bool:
         one, other = values[0].get(ours), values[1].get(theirs)
@@ -224,6 +221,16 @@ class _Two:
             return in_float64(node, target_of(node), read).exact
         except (NoCounterpart, KeyError):
             return None
+
+
+def _operands_alike(ours: Node, theirs: Node) -> list[tuple[Node, Node]] | None:
+    """Return what two calls of one op read in the places of each other; None where the calls differ."""
+    if len(ours.args) != len(theirs.args) or list(ours.kwargs) != list(theirs.kwargs):
+        return None
+    if difference(ours, theirs) is not None:
+        return None
+    operands = operands_of(ours), operands_of(theirs)
+    return list(zip(*operands, strict=True)) if len(operands[0]) == len(operands[1]) else None
 
 
 class _Values:

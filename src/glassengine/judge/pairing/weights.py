@@ -7,6 +7,7 @@ rows and what reads them, neither weight is wrong.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch.fx import Node
 from glassengine.judge.hypotheses.mistakes.weights_read import relation
 from glassengine.judge.site_pairs import operands_of, origin_of, passed_on, passes_on, ports, readers_of
 from glassengine.numerics.arrangements import arrangements
+from glassengine.numerics.float64 import is_real
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.program.representation.outputs import weight_only_nodes
 from glassengine.program.representation.program import Program
@@ -32,6 +34,8 @@ And of all of a tensor, what the steps before may have left in what they keep.
 """
 _SAMPLE = 64
 """Numbers in the middle of two weights that are compared before all are."""
+_MOST_SUMMED = 1 << 20
+"""Elements of a weight that is looked up by its size; there are few larger ones, and some numbers tell these apart."""
 _MOST_ALIKE = 6
 """Number of equal weights from which they are not evidence: untrained norms are all ones."""
 
@@ -197,9 +201,14 @@ class SameWeights:
         self._ours, self._theirs = baseline.weights(), candidate.weights()
         self._nodes = {node.name: node for node in candidate.graph.nodes}
         self._known: dict[str, list[str]] = {}
-        self._by_number: dict[int, list[str]] = {}
+        self._order = {name: place for place, name in enumerate(self._theirs)}
+        self._by_number: dict[int, list[tuple[float, str]]] = {}
         for name, tensor in self._theirs.items():
-            self._by_number.setdefault(tensor.numel(), []).append(name)
+            self._by_number.setdefault(tensor.numel(), []).append((_size(tensor), name))
+        for some in self._by_number.values():
+            some.sort(key=lambda one: one[0])
+        units = [unit_roundoff(one.dtype) for one in [*self._ours.values(), *self._theirs.values()] if is_real(one)]
+        self._apart = _ROUNDINGS * max(units, default=0.0)
 
     def of(self, name: str) -> list[str]:
         """Return the candidate's weights (placeholders) that hold the same numbers as one of the baseline."""
@@ -212,8 +221,12 @@ class SameWeights:
         return self._like(name, _is_same)
 
     def _like(self, name: str, is_like: Callable[[torch.Tensor, torch.Tensor], bool]) -> list[str]:
-        own = self._ours[name]
-        return [other for other in self._by_number.get(own.numel(), ()) if is_like(own, self._theirs[other])]
+        own, some = self._ours[name], self._by_number.get(self._ours[name].numel(), [])
+        size = _size(own)
+        first = bisect_left(some, size * (1 - 2 * self._apart), key=lambda one: one[0])
+        last = bisect_right(some, size * (1 + 2 * self._apart), key=lambda one: one[0])
+        found = [other for _, other in some[first:last] if is_like(own, self._theirs[other])]
+        return sorted(found, key=self._order.__getitem__)
 
     def readers(self, node: Node) -> Iterator[Node]:
         """Yield the ops of the candidate that read a weight of the same content as one that `node` reads."""
@@ -228,6 +241,14 @@ class SameWeights:
         own, other = _weights_of(ours, self._ours), set(_weights_of(theirs, self._theirs))
         known = [same for name in own if (same := self.of(name))]
         return bool(own) == bool(other) and not any(other.isdisjoint(same) for same in known)
+
+
+def _size(weight: torch.Tensor) -> float:
+    """Return the sum of all magnitudes, which no arrangement changes; of NaN infinity, and of few large weights 0."""
+    if not is_real(weight) or weight.numel() > _MOST_SUMMED:
+        return 0.0
+    size = float(weight.detach().double().abs().sum())
+    return math.inf if math.isnan(size) else size
 
 
 def _weights_of(node: Node, weights: Mapping[str, torch.Tensor]) -> list[str]:
