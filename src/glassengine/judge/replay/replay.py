@@ -62,7 +62,7 @@ class Cut(Enum):
     SEGMENT = "segment"
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, repr=False, kw_only=True)
 class Replay(Values):
     """Replays pieces of the baseline program on a candidate's values.
 

@@ -61,7 +61,7 @@ def in_float64(op: Node, call: Callable[..., Any], read: Callable[[Node], Any]) 
     return Operation(op_name(op), call, args, kwargs, call(*args, **kwargs))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Values:
     """The values of one candidate, and what is known of its kernels.
 
