@@ -198,7 +198,7 @@ class RanksSide(ProgramSide):
         found = []
         for stage, sums in self._sums.items():
             for name, results in sums.items():
-                term = self.parts[stage][0].node(name).args[0].name  # type: ignore[union-attr]
+                term = self.parts[stage][0].node(name).all_input_nodes[0].name
                 terms = [seen[term] for seen in self._seen if term in seen]
                 node = ours.get(term.removesuffix("_partial"))
                 if node is not None and len(terms) == len(results) == self.places:
