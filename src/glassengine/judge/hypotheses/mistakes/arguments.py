@@ -355,7 +355,8 @@ def scaled_positions(question: Question) -> Iterator[Hypothesis]:
     turned = [node for node in question.trial.ops if op_name(node) in PLACING]
     for factor in _STRETCHES if turned else ():
         text = f"positions are scaled: {factor:.6g} times the angles of the rotation"
-        yield Hypothesis("position", text, dict.fromkeys(turned, _of_angles(factor)), "factor", (1.0, factor))
+        edits: dict[Node, Edit] = {node: lambda call, by=factor: call.target(call.args[0] * by) for node in turned}
+        yield Hypothesis("position", text, edits, "factor", (1.0, factor))
 
 
 def fitted_constants(question: Question) -> Iterator[Hypothesis]:
@@ -394,9 +395,8 @@ def _newton(question: Question, literal: Literal, start: float) -> float | None:
         return question.trial.changed({literal.node: becoming([(literal, number)])})
 
     def residual(value: torch.Tensor) -> torch.Tensor:
-        keep = value.isfinite() & question.actual.isfinite()
-        keep = keep if question.valid is None else keep & question.valid
-        return torch.where(keep, question.actual.double() - value, 0.0)
+        error = (question.actual.double() - value).nan_to_num(0.0, 0.0, 0.0)
+        return error if question.valid is None else torch.where(question.valid, error, 0.0)
 
     number, value = start, question.right
     # A comparison or a choice has no slope.
@@ -407,8 +407,7 @@ def _newton(question: Question, literal: Literal, start: float) -> float | None:
         beside = made(number + step)
         if beside is None or beside.shape != value.shape:
             return None
-        slope = (beside - value) / step
-        slope = torch.where(slope.isfinite(), slope, 0.0)
+        slope = ((beside - value) / step).nan_to_num(0.0, 0.0, 0.0)
         power = float(slope.square().sum())
         if not power:
             return None
@@ -475,7 +474,3 @@ def base_of(value: torch.Tensor) -> float | None:
 def of_another_base(here: float, there: float) -> str:
     """Return how the mistake is reported that a base is another one."""
     return f"base of the frequencies (theta): {here:.6g} in the baseline, {there:.6g} in the candidate"
-
-
-def _of_angles(factor: float) -> Edit:
-    return lambda call: call.target(call.args[0] * factor, *call.args[1:], **call.kwargs)
