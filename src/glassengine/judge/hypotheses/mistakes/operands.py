@@ -45,6 +45,7 @@ from glassengine.results import Kind
 
 _MOST_OTHERS = 48
 _MOST_AXES = 4
+_LEAST_PASSES = 3
 _SCALED = 1e-6
 """By how much a tensor that is another one times a number may differ, relative to its largest element."""
 _KINDS_OF_MISSING: dict[Kind, frozenset[str]] = {
@@ -389,6 +390,23 @@ def another_pass(question: Question) -> Iterator[Hypothesis]:
                 if _are_alike(other, value) and not torch.equal(found := double(other), value):
                     kind, text = _instead(question, source, node, name)
                     yield Hypothesis(kind, text, {reader: reading({at: found})})
+
+
+def all_of_another_pass(question: Question) -> Iterator[Hypothesis]:
+    """Yield: each tensor that is joined is that of the pass before it, or after it: a state before it is changed."""
+    values = question.trial.values
+    for node in question.trial.ops if question.theirs else ():
+        joined = tensors_of(question.trial, node) if argument_names(node.target)[:1] == ["tensors"] else []
+        passes = {_made_at(question.in_baseline(source)) for _, source in joined}
+        if len(joined) < _LEAST_PASSES or len(passes) > 1 or None in passes:
+            continue
+        places, made = [place for place, _ in joined], [values[source] for _, source in joined]
+        beside = (double(one) for one in question.others.values() if _are_alike(one, made[0]))
+        for end in itertools.islice(itertools.chain([torch.zeros_like(made[0])], beside), _MOST_OTHERS):
+            for others, which in (([end, *made[:-1]], "before"), ([*made[1:], end], "after")):
+                text = f"each part of {op_name(node)} is that of the pass {which}"
+                edit = reading(dict(zip(places, others, strict=True)))
+                yield Hypothesis("stale" if which == "before" else "position", text, {node: edit})
 
 
 def _made_at(node: Node) -> tuple[Any, str] | None:
