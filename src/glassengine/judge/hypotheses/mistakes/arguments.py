@@ -359,8 +359,11 @@ def scaled_positions(question: Question) -> Iterator[Hypothesis]:
     turned = [node for node in question.trial.ops if op_name(node) in PLACING]
     for factor in _STRETCHES if turned else ():
         text = f"positions are scaled: {factor:.6g} times the angles of the rotation"
-        edits: dict[Node, Edit] = {node: lambda call, by=factor: call.target(call.args[0] * by) for node in turned}
-        yield Hypothesis("position", text, edits, "factor", (1.0, factor))
+        yield Hypothesis("position", text, dict.fromkeys(turned, _of_angles(factor)), "factor", (1.0, factor))
+
+
+def _of_angles(factor: float) -> Edit:
+    return lambda call: call.target(call.args[0] * factor)
 
 
 def fitted_constants(question: Question) -> Iterator[Hypothesis]:

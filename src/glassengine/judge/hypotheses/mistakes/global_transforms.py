@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -291,10 +292,14 @@ def _roundings(question: Question) -> Iterator[tuple[str, Rounding]]:
     """Yield (name, function) of the dtypes that are coarser than the rounding of the piece."""
     for dtype in _DTYPES:
         if torch.finfo(dtype).eps > 2 * question.noise:
-            yield str(dtype).removeprefix("torch."), lambda value, dtype=dtype: value.float().to(dtype).double()
+            yield str(dtype).removeprefix("torch."), partial(_through, dtype=dtype)
     if 2 * question.noise < 2.0**-10:
         yield "TensorFloat-32", lambda value: to_tf32(value, torch.round)
         yield "TensorFloat-32, towards zero", lambda value: to_tf32(value, torch.trunc)
+
+
+def _through(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.float().to(dtype).double()
 
 
 def to_tf32(value: Tensor, rounded: Rounding = torch.round) -> Tensor:

@@ -11,7 +11,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -173,8 +172,11 @@ def _resized(question: Question, node: Node) -> Iterator[Other]:
     for mode, corners in _MODES:
         corner = "" if corners is None else f", align_corners={corners}"
         text = f"the candidate resizes by {mode}{corner}, the baseline by {op_name(node)}"
-        resized = partial(F.interpolate, size=size, mode=mode, align_corners=corners)
-        yield "other", text, lambda call, resized=resized: resized(call.args[0])
+        yield "other", text, _interpolated(size, mode, corners)
+
+
+def _interpolated(size: tuple[int, ...], mode: str, corners: bool | None) -> Edit:
+    return lambda call: F.interpolate(call.args[0], size, mode=mode, align_corners=corners)
 
 
 def _other_norms(node: Node) -> Iterator[Other]:
