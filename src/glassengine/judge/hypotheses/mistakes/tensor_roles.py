@@ -98,7 +98,7 @@ def module_of(node: Node) -> str:
 
 
 def shape_of(node: Node) -> tuple[int, ...]:
-    """Return the shape of what a node makes; () of what is no tensor."""
+    """Return the shape of the tensor that a node makes; () where it makes none."""
     return getattr(node.meta.get("val"), "shape", ())
 
 
