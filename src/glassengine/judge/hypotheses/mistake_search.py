@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -76,8 +76,10 @@ class MistakeSearch:
     candidate: Program | None = None
     counterparts: Mapping[str, str] = field(default_factory=dict)
     flagged: Collection[str] = ()
-    covered: Collection[str] = ()
+    covered: Set[str] = frozenset()
     """Flagged nodes that the piece of the last `hints` recomputes: its mistake explains them as well."""
+    lost: str | None = None
+    """That of the nodes which the mistake of the last `hints` leaves unread."""
     place: str | None = None
     """Node in which the mistake of the last `hints` was made: an unobserved one, inside of the region."""
     num_skipped: int = 0
@@ -113,7 +115,9 @@ class MistakeSearch:
         given = [one for one, edit in edits.items() if is_own and isinstance(edit, Tensor)]
         made = walk([trial.end], lambda one: () if one in given else one.all_input_nodes)
         anew = {op.name for op in trial.ops} & {one.name for one in (trial.end, *made)}
-        anew |= set() if lost is None else {lost.name}
+        if lost is not None:
+            self.lost = lost.name
+            anew.add(lost.name)
         self.covered = {name for name in self.flagged if name in anew and name != node.name}
         return [self._of_product(node, self._in_place(node, found.hint, trial.ops))]
 
