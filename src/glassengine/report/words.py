@@ -49,44 +49,41 @@ class Headline(NamedTuple):
     """The first words of an answer.
 
     Attributes:
-        mark: "ok" or "NOT OK".
         why: What decided, in a sentence; of a comparison that is ok, what its differences are.
         is_flagged: Whether it is ok with a verdict that a reader must know.
     """
 
-    mark: str
     why: str
     is_flagged: bool = False
 
 
 def headline(result: Comparison) -> Headline:
     """Return the first words of an answer."""
-    mark = "ok" if result.ok else "NOT OK"
     if (named := named_mistake(result)) is not None:
-        return Headline(mark, named)
+        return Headline(named)
     if result.not_ok_because:
         # Why it is not ok, and nothing that sounds like the opposite; of two records also what it looks like.
         hints = result.first_divergence.hints if result.first_divergence and result.calibration else ()
         looks = "".join(f": {hint.in_words()}" for hint in hints[:1])
-        return Headline(mark, ("too little was judged: " if result.too_little else "") + result.not_ok_because + looks)
+        return Headline(("too little was judged: " if result.too_little else "") + result.not_ok_because + looks)
     if result.verdict in FLAGGED:
-        return Headline(mark, f"worst verdict {result.verdict}", True)
+        return Headline(f"worst verdict {result.verdict}", True)
     if result.prompt is not None and not result.counts["compared"]:
-        return Headline(mark, result.prompt.in_words())
+        return Headline(result.prompt.in_words())
     if result.rollout is not None:
-        return Headline(mark, result.rollout.in_words())
+        return Headline(result.rollout.in_words())
     if result.verdict == "identical":
-        return Headline(mark, "bitwise identical")
+        return Headline("bitwise identical")
     by_signal = any(found.judged_by == "signal" for found in result.results)
     if result.calibration == "uncalibrated":
-        return Headline(mark, "every difference is within tolerance")
+        return Headline("every difference is within tolerance")
     coarse = next(
         (one.candidate_dtype for one in result.results if one.candidate_dtype in ("bfloat16", "float16")), None
     )
     is_plain = result.quantization is None and coarse is not None
     cause = "rounding" if not by_signal else f"rounding to {coarse}" if is_plain else "the quantization"
     tie = " or a tie" if any(found.exempt and found.verdict != "identical" for found in result.results) else ""
-    return Headline(mark, f"every difference is explained by {cause}{tie}")
+    return Headline(f"every difference is explained by {cause}{tie}")
 
 
 def sentence(text: str) -> str:
@@ -305,7 +302,7 @@ def input_line(used: InputUsed) -> str:
     if used.minimum is not None and used.maximum is not None:
         same = used.minimum == used.maximum
         text += f" all {used.minimum:.4g}" if same else f" {used.minimum:.4g}..{used.maximum:.4g}"
-    return f"{text} ({used.recipe})" if used.recipe and not used.is_made_up else text
+    return f"{text} ({used.recipe})" if used.recipe and used.origin != "made up" else text
 
 
 def judged(found: Granularity) -> str:

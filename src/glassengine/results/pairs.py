@@ -258,18 +258,16 @@ def counts_of(
     """Return the counts that every comparison has: of `pairs` by verdict, and of what could not be paired."""
     tally = tally_of(pairs)
     by_verdict = {verdict: sum(n for (own, _, _), n in tally.items() if own == verdict) for verdict in VERDICTS}
-    return {
+    found = {
         "compared": len(pairs),
-        "identical": by_verdict["identical"],
-        "rounding": by_verdict["rounding"],
-        "suspicious": by_verdict["suspicious"],
-        "wrong": by_verdict["wrong"],
+        **by_verdict,
         "inherited": sum(n for (_, _, is_inherited), n in tally.items() if is_inherited),
         "unmatched_baseline": unmatched_baseline,
         "unmatched_candidate": unmatched_candidate,
         "not_recorded": not_recorded,
         "missing_steps": missing_steps,
     }
+    return cast("Counts", found)
 
 
 def added(first: Counts, second: Counts) -> Counts:
