@@ -260,10 +260,9 @@ def drawn(result: Comparison) -> Any:
         raise UsageError("the package PIL is missing", hint="pip install 'glassengine[images]'") from error
     image = Image.new("RGB", SIZE, "#ffffff")
     draw = ImageDraw.Draw(image)
-    head = headline(result)
     draw.rectangle((0, 0, SIZE[0], 16), fill=COLORS["rounding" if result.ok else "wrong"])
     top = 60
-    lines = [(_LARGE, f"{head.mark}: {head.why}")]
+    lines = [(_LARGE, f"{'ok' if result.ok else 'NOT OK'}: {headline(result).why}")]
     lines += [(_SMALL, result_line(found)) for found in results_shown(result)[:1]]
     lines.append((_SMALL, f"{result.baseline} (baseline), {result.candidate} (candidate)"))
     for size, text in lines:

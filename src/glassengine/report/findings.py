@@ -17,7 +17,7 @@ from typing import Literal
 from glassengine.errors import GlassError
 from glassengine.reading.files import is_regular, read_text
 from glassengine.report.words import pair_of, size
-from glassengine.results import FLAGGED, VERDICTS, Comparison, Divergence, Hint, Pair, Standing, worst
+from glassengine.results import FLAGGED, VERDICTS, Comparison, Divergence, Hint, Pair, worst
 from glassengine.results.sentences import codes_apart
 from glassengine.results.without_tensors import Invariance, RolloutComparison
 from glassengine.sites import parts_of_line
@@ -38,22 +38,10 @@ RULES: dict[str, str] = {
     "over-budget": "The signal-to-noise ratio is below what was asked for.",
     "too-little-judged": "Too few tensors could be judged to say that both sides agree.",
 }
-"""Rule -> what it says."""
+"""Rule -> what it says; a standing is its own rule, but for `differs inside`."""
 
-_RULE_OF: dict[Standing, str] = {
-    "prompt differs": "prompt-differs",
-    "results differ": "results-differ",
-    "differs inside": "wrong",
-    "token changes": "token-changes",
-    "weights differ": "weights-differ",
-    "over budget": "over-budget",
-    "too little judged": "too-little-judged",
-}
-
-_BY_OPS: frozenset[Standing] = frozenset(
-    {"ok", "prompt differs", "results differ", "differs inside", "token changes", "weights differ"}
-)
-"""Where a wrong op is why a comparison is not ok, or shows why."""
+_BESIDE_OPS = ("over budget", "too little judged")
+"""Standings of which a wrong op is neither the reason nor a sign."""
 
 
 @dataclass(frozen=True)
@@ -173,14 +161,15 @@ def findings(result: Comparison) -> list[ReportFinding]:
     # Where that was asked for, and nothing is wrong, it is the suspicious that make it fail.
     told = _of_prompt(result)
     least = VERDICTS.index("wrong" if told else worst(origin.verdict for origin in origins))
-    decides = not result.ok and result.standing in _BY_OPS
+    decides = not result.ok and result.standing not in _BESIDE_OPS
     pairs = _pairs_of(result, origins)
     found = told + [
         _of_origin(origin, pairs.get(_key(origin), ()), decides and VERDICTS.index(origin.verdict) >= least)
         for origin in origins
     ]
     if not result.ok and not any(finding.level == "error" for finding in found):
-        rule = _RULE_OF.get(result.standing, "wrong")
+        own = result.standing.replace(" ", "-")
+        rule = own if own in RULES else "wrong"
         text = result.not_ok_because or RULES[rule]
         found.append(ReportFinding(rule, "error", None if first is None else first.site, text))
     return sorted(found, key=lambda finding: finding.level != "error")

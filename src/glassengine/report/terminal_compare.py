@@ -58,7 +58,9 @@ def comparison(result: Comparison, command: Sequence[str] = ()) -> RenderableTyp
     if shown:
         parts += [_pairs(shown), *_remarks(shown)]
     if len(listed) > len(shown):
-        rest = Counter(_by_verdict(listed))
+        rest = Counter[str]()
+        for (verdict, _, _), count in tally_of(listed).items():
+            rest[verdict] += count
         rest.subtract(pair.verdict for pair in shown)
         counted = ", ".join(f"{rest[name]} {name}" for name in reversed(VERDICTS) if rest[name])
         # The counts stand above, too.
@@ -69,13 +71,6 @@ def comparison(result: Comparison, command: Sequence[str] = ()) -> RenderableTyp
             parts += [Text(), _statistics(pair, pair.baseline, pair.candidate)]
             spare.append(parts[-1])
     return Screen(*parts, *notes(result), spare=[] if is_whole else [part for part in spare if part in parts])
-
-
-def _by_verdict(pairs: Sequence[Pair]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for (verdict, _, _), count in tally_of(pairs).items():
-        counts[verdict] = counts.get(verdict, 0) + count
-    return counts
 
 
 def recording(rows: Iterable[tuple[int, int, str, Summary]], *, complete: bool, reason: str | None) -> RenderableType:

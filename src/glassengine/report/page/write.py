@@ -35,7 +35,7 @@ from glassengine.report.head import Cell, Chip, Head, head_of, markdown, table
 from glassengine.report.page.data import FOLDER, MOST_TENSORS, DataFolder, ListFiles, PageRows, PageValues, compressed
 from glassengine.report.page.redact import MOST_BYTES, MOST_PAIRS, first_pairs, redacted, redacted_text
 from glassengine.report.without_tensors import head_of_apart, with_rollout
-from glassengine.results import Comparison, Comparisons, Replayed, Verdict, sentences, worst
+from glassengine.results import Comparison, Comparisons, Replayed, sentences, worst
 from glassengine.results.report import ReportPage, StepLabel, WrittenReport
 from glassengine.results.stored import Apart, OnPair, Stored, read_result, without_pairs
 from glassengine.writing import local, remove_tree
@@ -210,22 +210,18 @@ def _pages(
         for item in (new / "0").iterdir():
             item.rename(new / item.name)
         (new / "0").rmdir()
+    verdicts = [one.comparison.verdict for one in shown if one.comparison is not None]
     every = [path for path in new.rglob("*") if path.is_file()]
     return WrittenReport(
         report=str(target / PAGE),
         ok=all(head.ok for head, _ in pages),
-        verdict=_worst(shown),
+        verdict=worst(verdicts) if verdicts else None,
         num_tensors=sum(map(len, rows.values())),
         num_with_values=sum(len(page.valued_rows) for _, page in pages if page is not None),
         without_values=dict(sum((one.without for one in values), Counter())),
         num_files=len(every),
         total_bytes=sum(path.stat().st_size for path in every),
     )
-
-
-def _worst(shown: Sequence[Stored]) -> Verdict | None:
-    verdicts = [one.comparison.verdict for one in shown if one.comparison is not None]
-    return worst(verdicts) if verdicts else None
 
 
 def _page(
