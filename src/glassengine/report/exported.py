@@ -34,9 +34,7 @@ def worst_of(result: Comparison) -> dict[str, Pair]:
     """Return the worst pair of each site of the baseline, in order of execution."""
     worst: dict[str, Pair] = {}
     for pair in result.pairs:
-        known = worst.setdefault(pair.site, pair)
-        if _badness(pair) > _badness(known):
-            worst[pair.site] = pair
+        worst[pair.site] = max(worst.get(pair.site, pair), pair, key=_badness)
     return worst
 
 

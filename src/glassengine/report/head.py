@@ -149,7 +149,7 @@ def _compared(result: Comparison, pair: Pair | None) -> Head:
         result.ok,
         top.is_flagged,
         sources=_sources(found),
-        hint=_hint(found),
+        hint=tuple(words.hint_lines(found.hints[0])) if found is not None and found.hints else (),
         lines=tuple(lines),
         baseline=result.baseline,
         candidate=result.candidate,
@@ -168,12 +168,6 @@ def markdown(head: Head, made: str) -> str:
         lines += [f"  `{one.code}`"] if one.code else []
     lines += [f"- {what}: {text}" for what, text in (*head.hint, *head.lines)]
     return "\n".join(map(printable, [*lines, "", *([made] if made else [])]))
-
-
-def _hint(found: Divergence | None) -> tuple[tuple[str, str], ...]:
-    if found is None or not found.hints:
-        return ()
-    return tuple(words.hint_lines(found.hints[0]))
 
 
 def _sentence(result: Comparison, found: Divergence) -> str:
@@ -276,10 +270,8 @@ def _origins(result: Comparison) -> list[tuple[Cell, ...]]:
     found: list[tuple[Cell, ...]] = []
     for one in others:
         hint = one.hints[0].in_words() if one.hints else ""
-        chip = Chip(one.verdict, one.verdict)
-        found.append(
-            (str(one.step), words.level(one.level or ""), one.site, chip, one.where or "", one.source or "", hint)
-        )
+        place = str(one.step), words.level(one.level or ""), one.site
+        found.append((*place, _chip(one), one.where or "", one.source or "", hint))
     return found
 
 
@@ -308,9 +300,7 @@ def replay_head(result: Replayed, comparison: Comparison | None = None, pair: Pa
     lines.append(("snapshot", result.snapshot))
     recorded_with = f" with {result.recorded_backend}" if result.recorded_backend else ""
     about = "The smallest piece of the graph that fails alone."
-    ops = [
-        (op.op, op.node, op.module.removesuffix(".") or "(root)", op.source or "") for op in (cut.ops if cut else ())
-    ]
+    ops = [(op.op, op.node, op.module.removesuffix(".") or "(root)", op.source or "") for op in cut.ops] if cut else []
     broken = table("Ops that break", about, ("op", "node", "module", "source"), ops, is_open=True)
     return Head(
         sentence,

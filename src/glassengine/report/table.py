@@ -30,8 +30,8 @@ VERDICT_STYLES = {"identical": "green", "rounding": "green", "suspicious": "yell
 _GAP = "  "
 _LABEL = re.compile(r" *[a-z]+ {2,}|(?:compared|together) | {2}(?:baseline|candidate) | +")
 _LEAST = 8
-_WORDS = {"", "verdict", "close", "equal", "site", "tensor", "note", "candidate", "first divergence"}
-_FOLDED = ("site", "note", "candidate", "first divergence")
+_FOLDED = ("site", "note", "candidate", "first divergence", "snapshot", "input", "output")
+_WORDS = {*_FOLDED, "", "verdict", "close", "equal", "tensor", "kind", "module", "span", "change"}
 
 
 class Table(RichTable):

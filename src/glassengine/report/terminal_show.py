@@ -17,7 +17,7 @@ from glassengine.reading.files import printable
 from glassengine.recording.layout.layout import Entry, LeftOut
 from glassengine.recording.series import MEASURED, NONFINITE, UNMEASURED
 from glassengine.report.table import new_table
-from glassengine.report.terminal_compare import number
+from glassengine.report.terminal_compare import number, statistics
 from glassengine.results import Summary
 from glassengine.sites import ROOT
 
@@ -33,6 +33,7 @@ Array = np.typing.NDArray[Any]
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 60
+"""Characters of the bars of a series."""
 MOST_SERIES = 60
 _MOST_EVENTS = 20
 # A series over more than this factor is drawn by its logarithms.
@@ -143,33 +144,23 @@ def _depth(path: str) -> int:
 def _row_cells(row: ShownRow) -> list[str]:
     tensor = row.tensor
     if isinstance(tensor, Entry):
-        found = row.summary
-        if found is None:
-            return [tensor.describe()]
-        numbers = [getattr(found, name) for name in _TREE_STATISTICS]
-        return [
-            tensor.describe(),
-            *("-" if value is None else number(value) for value in numbers),
-            str(found.num_nan),
-            str(found.num_inf),
-        ]
+        numbers = [] if row.summary is None else statistics(row.summary, _TREE_STATISTICS)
+        return [tensor.describe(), *numbers]
     shape = "" if tensor.shape is None else f"[{','.join(map(str, tensor.shape))}]"
     light = tensor.statistics
     cells = ["-"] * 6
     if light is not None:
-        low, high = ("-" if value is None else number(value) for value in (light.min, light.max))
         nonfinite = f"{light.num_nonfinite} not finite" if light.num_nonfinite else "0"
-        cells = [low, "-", high, "-", nonfinite, "-"]
+        cells = [number(light.min), "-", number(light.max), "-", nonfinite, "-"]
     return [f"{tensor.dtype or ''}{shape}", *cells, tensor.reason]
 
 
-def plot(reader: SeriesReader, chosen: Chosen, *, width: int = WIDTH) -> RenderableType:
+def plot(reader: SeriesReader, chosen: Chosen) -> RenderableType:
     """Return a line for each series: name, bars from the first step to the last, smallest, largest and last number.
 
     Args:
         reader: Has been read to its end.
-        chosen: What is drawn; of more than 60 series the first 60.
-        width: Characters of the bars; each shows the largest number of its steps.
+        chosen: What is drawn; of more than 60 series the first 60. A bar shows the largest number of its steps.
     """
     steps = chosen.steps
     told = f"steps {steps[0]} to {steps[-1]}, {len(steps)} of them" if len(steps) else "no steps"
@@ -178,7 +169,7 @@ def plot(reader: SeriesReader, chosen: Chosen, *, width: int = WIDTH) -> Rendera
         states, values = chosen.states[:, at], chosen.values[:, at]
         there = values[states == MEASURED]
         numbers = [f"{number:.4g}" for number in (there.min(), there.max(), there[-1])] if there.size else ["-"] * 3
-        table.add_row(printable(name), bars(states, values, width), *numbers)
+        table.add_row(printable(name), bars(states, values, WIDTH), *numbers)
     parts: list[RenderableType] = [Text(told), table]
     if len(chosen.names) > MOST_SERIES:
         parts.append(Text(f"{len(chosen.names) - MOST_SERIES} more series; choose with PATTERN"))
@@ -224,18 +215,12 @@ def bars(states: Array, values: Array, width: int) -> str:
 
 def snapshot_list(listed: Sequence[ListedSnapshot]) -> RenderableType:
     """Return a line for each snapshot of a directory."""
-    table = new_table("site", "reason", "contents", "bytes", "note")
-    table.columns[0].header = Text("snapshot")
+    table = new_table("snapshot", "reason", "contents", "bytes", "note")
     for item in listed:
         note = item.problem or item.origin or ""
         style = "" if item.problem is None and item.reason == "every" else "red"
-        table.add_row(
-            Text(item.directory),
-            Text(item.reason, style=style),
-            ", ".join(item.contents),
-            f"{item.num_bytes:,}",
-            Text(note),
-        )
+        reason, contents = Text(item.reason, style=style), ", ".join(item.contents)
+        table.add_row(item.directory, reason, contents, f"{item.num_bytes:,}", note)
     return table
 
 
@@ -256,27 +241,23 @@ def snapshot_content(snapshot: Snapshot, *, statistics: bool) -> RenderableType:
     if meta.get("error"):
         parts.append(Text(str(meta["error"]).strip().splitlines()[-1], style="bold red"))
     parts += [Text(), _tensor_table(snapshot, snapshot.inputs, "input", statistics)]
-    if snapshot.outputs is None:
-        parts += [Text(), Text("no outputs were kept")]
-    else:
-        parts += [Text(), _tensor_table(snapshot, snapshot.outputs, "output", statistics)]
-    return Group(*parts)
+    outputs = snapshot.outputs
+    kept = "no outputs were kept" if outputs is None else _tensor_table(snapshot, outputs, "output", statistics)
+    return Group(*parts, Text(), kept)
 
 
 def _tensor_table(snapshot: Snapshot, entries: Sequence[SnapshotEntry], title: str, statistics: bool) -> RenderableType:
     figures = ("min", "mean", "max", "NaN", "Inf") if statistics else ()
-    table = new_table("site", "kind", "tensor", "device", *figures, "note")
-    table.columns[0].header = Text(title)
-    table.columns[1].justify = "left"
+    table = new_table(title, "kind", "tensor", "device", *figures, "note")
     for entry in entries:
         cells: list[str] = []
         if statistics:
             found = snapshot.statistics(entry)
             values = [] if found is None else [found.get(name) for name in ("min", "mean", "max", "num_nan", "num_inf")]
             cells = ["" if value is None else number(value) for value in values] or [""] * len(figures)
-        notes = [word for word, there in (("overwritten by the run", entry.is_mutated),) if there]
+        notes = ["overwritten by the run"] if entry.is_mutated else []
         notes += [f"left out: {entry.left_out}"] if entry.left_out else []
-        table.add_row(Text(entry.name), entry.kind, Text(entry.describe()), entry.device, *cells, ", ".join(notes))
+        table.add_row(entry.name, entry.kind, entry.describe(), entry.device, *cells, ", ".join(notes))
     return table
 
 
@@ -330,7 +311,6 @@ def _paths(document: Mapping[str, Any], earlier: Mapping[str, Any] | None, rows:
     before = inclusive(earlier["paths"]) if earlier else {}
     everything = sum(entry["own_us"] for entry in document["paths"].values()) or 1.0
     table = new_table("module", "calls", "total ms", "share", "own ms", *(["before", "ratio"] if earlier else []))
-    table.columns[0].justify = "left"
     shown = sorted(totals, key=lambda path: -totals[path])[:rows]
     for path in sorted(shown, key=lambda path: (path == _OUTSIDE, path != ROOT, _natural(path))):
         entry = document["paths"].get(path, {"calls": 0, "own_us": 0.0})
@@ -348,7 +328,6 @@ def _paths(document: Mapping[str, Any], earlier: Mapping[str, Any] | None, rows:
 
 def _flame(document: Mapping[str, Any], rows: int) -> RenderableType:
     table = new_table("span", "count", "total ms", "own ms", "")
-    table.columns[0].justify = table.columns[4].justify = "left"
     everything = sum(entry["total_us"] for entry in document["flame"].values()) or 1.0
     entries = list(_walk(document["flame"], 0))
     limit = sorted((entry["total_us"] for _, _, entry in entries), reverse=True)[:rows][-1] if entries else 0.0

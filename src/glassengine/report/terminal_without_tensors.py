@@ -155,7 +155,6 @@ def _counted(result: Invariance) -> str:
 def _changes(result: Invariance) -> RenderableType:
     columns = ("verdict", "variants", "differ", "difference", "noise ratio", "tokens")
     table = new_table("change", *columns, first=("variants", "noise ratio"))
-    table.columns[0].justify = "left"
     for one in result.changes:
         tokens = f"{one.num_changed_tokens} of {one.num_tokens}" if one.num_tokens else ""
         difference = "" if one.max_abs_diff is None else f"{one.max_abs_diff:.2g}"

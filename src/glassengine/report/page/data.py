@@ -274,18 +274,13 @@ class PageRows:
         from glassengine.reading.documents import converted
 
         numbers = {name: column[row] for name, column in self._columns.items()}
-        names = self.names
         plain = {
             "step": numbers["step"],
             "rank": numbers["rank"],
-            "site": self.sites[int(numbers["site"])],
-            "candidate_site": self.sites[int(numbers["candidate"])],
-            "verdict": VERDICTS[int(numbers["verdict"])],
-            "judged_by": names["judged_by"][int(numbers["judged_by"])],
-            "level": names["level"][int(numbers["level"])] or None,
-            "dtype": names["dtype"][int(numbers["dtype"])] or None,
-            "case": names["case"][int(numbers["case"])] or None,
-            "inherited": bool(int(numbers["flags"]) & INHERITED),
+            "site": self.sites[numbers["site"]],
+            "candidate_site": self.sites[numbers["candidate"]],
+            "inherited": bool(numbers["flags"] & INHERITED),
+            **{name: found[numbers[name]] or None for name, found in self.names.items()},
             **{name: None if math.isnan(numbers[name]) else numbers[name] for name in ("noise_ratio", "bound_ratio")},
             **self._details.item(row),
         }
