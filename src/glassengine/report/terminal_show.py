@@ -6,7 +6,6 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,12 +42,8 @@ _OUTSIDE = "(outside of modules)"
 _TREE_STATISTICS = ("min", "mean", "max", "std")
 
 
-@dataclass(frozen=True)
-class ShownRow:
-    """One tensor: its entry and statistics, or what is known of one whose values were left out."""
-
-    tensor: Entry | LeftOut
-    summary: Summary | None = None
+ShownRow = tuple[Entry | LeftOut, Summary | None]
+"""One tensor: its entry and statistics, or what is known of one whose values were left out."""
 
 
 def tree(rows: Iterable[ShownRow], modules: Mapping[str, str]) -> RenderableType:
@@ -61,13 +56,13 @@ def tree(rows: Iterable[ShownRow], modules: Mapping[str, str]) -> RenderableType
     parts: list[RenderableType] = []
     tables: dict[tuple[int, int], list[ShownRow]] = {}
     for row in rows:
-        tables.setdefault((row.tensor.step, row.tensor.rank), []).append(row)
+        tables.setdefault((row[0].step, row[0].rank), []).append(row)
     for (step, rank), members in tables.items():
         parts.append(Text(f"step {step}" + (f", rank {rank}" if rank else ""), style="bold"))
         table = new_table("site", "tensor", *_TREE_STATISTICS, "NaN", "Inf", "note")
         shown: set[str] = set()
-        for row in sorted_by_module(members, modules):
-            path, rest = split(row.tensor.site, modules)
+        for tensor, summary in sorted_by_module(members, modules):
+            path, rest = split(tensor.site, modules)
             # A module that is shown has those around it above it.
             for module in () if path in shown else _chain(path):
                 if module not in shown:
@@ -75,7 +70,7 @@ def tree(rows: Iterable[ShownRow], modules: Mapping[str, str]) -> RenderableType
                     name = module.rpartition(".")[2] if module != ROOT else ROOT
                     kind = modules.get(module.partition("@")[0], "")
                     table.add_row(Text("  " * _depth(module) + f"{name} {kind}".rstrip(), style="bold"))
-            table.add_row("  " * (_depth(path) + 1) + (rest or ":out"), *_row_cells(row))
+            table.add_row("  " * (_depth(path) + 1) + (rest or ":out"), *_row_cells(tensor, summary))
         parts += [table, Text()]
     return Group(*parts[:-1])
 
@@ -117,8 +112,8 @@ def sorted_by_module(rows: list[ShownRow], modules: Mapping[str, str]) -> list[S
     order: dict[str, int] = {path: position for position, path in enumerate(modules)}
     places: dict[str, list[int]] = {}
     keys: list[tuple[list[int], int]] = []
-    for row in rows:
-        path, rest = split(row.tensor.site, modules)
+    for tensor, _ in rows:
+        path, rest = split(tensor.site, modules)
         place = places.get(path)
         if place is None:
             place = places[path] = [order.setdefault(module, len(order)) for module in _chain(path)]
@@ -141,10 +136,9 @@ def _depth(path: str) -> int:
     return 0 if _is_root(path) else path.count(".") + 1
 
 
-def _row_cells(row: ShownRow) -> list[str]:
-    tensor = row.tensor
+def _row_cells(tensor: Entry | LeftOut, summary: Summary | None) -> list[str]:
     if isinstance(tensor, Entry):
-        numbers = [] if row.summary is None else statistics(row.summary, _TREE_STATISTICS)
+        numbers = [] if summary is None else statistics(summary, _TREE_STATISTICS)
         return [tensor.describe(), *numbers]
     shape = "" if tensor.shape is None else f"[{','.join(map(str, tensor.shape))}]"
     light = tensor.statistics

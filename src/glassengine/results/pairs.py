@@ -257,10 +257,9 @@ def counts_of(
 ) -> Counts:
     """Return the counts that every comparison has: of `pairs` by verdict, and of what could not be paired."""
     tally = tally_of(pairs)
-    by_verdict = {verdict: sum(n for (own, _, _), n in tally.items() if own == verdict) for verdict in VERDICTS}
-    found = {
+    found: dict[str, int] = {
         "compared": len(pairs),
-        **by_verdict,
+        **{name: sum(n for (own, _, _), n in tally.items() if own == name) for name in VERDICTS},
         "inherited": sum(n for (_, _, is_inherited), n in tally.items() if is_inherited),
         "unmatched_baseline": unmatched_baseline,
         "unmatched_candidate": unmatched_candidate,
