@@ -112,7 +112,8 @@ def _kind_of_term(question: Question, node: Node) -> Kind:
     value = question.trial.values.get(node)
     if not isinstance(value, Tensor) or not value.is_floating_point() or torch.equal(value, value.round()):
         return "position"
-    return "scale" if any(named(op_name(user)).kind == "factor" for user in question.users(node)) else "other"
+    users = question.in_baseline(node).users
+    return "scale" if any(named(op_name(user)).kind == "factor" for user in users) else "other"
 
 
 def kind_of_op(node: Node, theirs: Node) -> Kind:
@@ -132,7 +133,7 @@ def _is_one_of_several(question: Question, node: Node) -> bool:
     source, extent = node.args[0], _extent(node)
     if not isinstance(source, Node) or extent is None:
         return False
-    others = [_extent(user) for user in question.users(source) if user.target is node.target]
+    others = [_extent(user) for user in question.in_baseline(source).users if user.target is node.target]
     axis, start, end = extent
     return any(one is not None and one[0] == axis and (one[1] >= end or one[2] <= start) for one in others)
 
@@ -159,4 +160,4 @@ def is_epsilon(question: Question, literal: Literal) -> bool:
         return True
     if not isinstance(value, float) or not 0 < value <= 1e-2 or not is_written or literal.name not in ("other", "min"):
         return False
-    return value <= _TINY or any(traits_of(user).domain for user in question.users(literal.node))
+    return value <= _TINY or any(traits_of(user).domain for user in question.in_baseline(literal.node).users)

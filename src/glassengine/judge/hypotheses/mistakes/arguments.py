@@ -32,7 +32,11 @@ _EPSILONS = (0.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1
 BASES = (1e2, 1e3, 1e4, 2e4, 5e4, 1e5, 1.5e5, 2e5, 5e5, 1e6, 5e6, 1e7)
 _SLOPES = (0.01, 0.1, 0.2, 0.3)
 _LEAST_PLACES = 3
-_WORDS = {"approximate": ("none", "tanh"), "rounding_mode": ("floor", "trunc")}
+_WORDS = {
+    "approximate": ("none", "tanh"),
+    "mode": ("constant", "reflect", "replicate", "circular"),
+    "rounding_mode": ("floor", "trunc"),
+}
 
 
 def same_op(question: Question) -> Iterator[Hypothesis]:
