@@ -297,7 +297,7 @@ def input_line(used: InputUsed) -> str:
     if used.minimum is not None and used.maximum is not None:
         same = used.minimum == used.maximum
         text += f" all {used.minimum:.4g}" if same else f" {used.minimum:.4g}..{used.maximum:.4g}"
-    return f"{text} ({used.recipe})" if used.recipe and used.origin != "made up" else text
+    return f"{text} ({used.recipe})" if used.recipe and not used.is_made_up else text
 
 
 def judged(found: Granularity) -> str:

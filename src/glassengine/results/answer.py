@@ -299,6 +299,11 @@ class InputUsed(Result):
     num_distinct: int | None = None
     value: str | None = None
 
+    @property
+    def is_made_up(self) -> bool:
+        """Whether its values were made for the check."""
+        return self.origin == "made up"
+
 
 def input_used(name: str, value: Any, *, step: int, origin: Origin, recipe: str = "") -> InputUsed:
     """Return the record of an input."""
