@@ -211,3 +211,27 @@ def test_axes_of_several_ops_are_told_as_one_order() -> None:
     assert (
         found.hints[0].text == "halves are rotated in the candidate, pairs of neighbors in the baseline (interleaved)"
     )
+
+
+class Skips(nn.Module):
+    """Three layers with a shortcut each; a port may leave the shortcuts out."""
+
+    def __init__(self, *, has_shortcuts: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.has_shortcuts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), has_shortcuts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.tanh()
+        for layer in self.layers:
+            made = layer(x).tanh()
+            x = x + made if self.has_shortcuts else made
+        return x
+
+
+def test_each_shortcut_that_is_left_out_has_its_own_words() -> None:
+    """The sum that a later one would read is wrong itself, and no proof of the later one is its own."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    found = check(Skips(), candidate=Skips(has_shortcuts=False), inputs={"x": x}).origins
+    told = [one.hints[0].text for one in found if one.level == "candidate"]
+    assert [text.partition(" is not added to ")[0] for text in told] == ["tanh.0", "add.0", "add.1"], told

@@ -25,9 +25,10 @@ from glassengine.capture.record import own_directory, record
 from glassengine.errors import IncomparableError, UsageError, logger
 from glassengine.program.generation import LoadedModel
 from glassengine.program.inputs.modules import stored_inputs
-from glassengine.program.inputs.user_inputs import load_inputs
+from glassengine.program.inputs.user_inputs import load_inputs, steps_of
 from glassengine.program.loading.load import load_model
 from glassengine.program.user_code.calls import forward_errors
+from glassengine.program.user_code.forward import forward_parameters
 from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import LeftOut
 from glassengine.recording.reader import Recording
@@ -160,7 +161,7 @@ def _batches(
     inputs: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
     known: KnownTokens | None,
     loaded: LoadedModel,
-) -> list[Mapping[str, Any]]:
+) -> Sequence[Mapping[str, Any]]:
     if inputs is None:
         if known is None and loaded.stored is not None:
             logger.warning("recorded on inputs that are made up, as glass check does; --inputs FILE gives others")
@@ -168,8 +169,8 @@ def _batches(
         if known is None:
             raise UsageError("the model needs inputs", hint="--inputs file.py:factory, or a tensor file")
         return [known.prompts()]
-    given = load_inputs(str(inputs)) if isinstance(inputs, (str, Path)) else inputs
-    return [given] if isinstance(given, Mapping) else list(given)
+    names = [] if loaded.stored is not None else list(forward_parameters(loaded.module))
+    return load_inputs(str(inputs), names) if isinstance(inputs, (str, Path)) else steps_of(inputs, "inputs", names)
 
 
 def _run(

@@ -19,8 +19,8 @@ from torch import nn
 from glassengine.engine.prompts import load_tokenizer
 from glassengine.engine.tokenizing import encode, token_rows
 from glassengine.errors import UsageError
-from glassengine.program import LoadedModel, load_inputs
-from glassengine.program.inputs.user_inputs import steps_of
+from glassengine.program import LoadedModel
+from glassengine.program.inputs.user_inputs import are_in_order, load_inputs, steps_of
 from glassengine.program.kinds.causal_lm import accepted
 from glassengine.program.kinds.example_inputs import MadeUp
 from glassengine.program.kinds.image_text import first_constants, following_constants
@@ -337,16 +337,27 @@ Inputs = str | Sequence[Mapping[str, Any]] | None
 OF_TOKENS = ("input_ids", "attention_mask")
 
 
-def as_inputs(inputs: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> Inputs:
-    """Return what a caller gave as `--inputs` names it, or one dict a step; raises `UsageError` for anything else."""
+def as_inputs(inputs: str | Path | Mapping[str, Any] | Sequence[Any] | torch.Tensor | None) -> Any:
+    """Return what a caller gave as `--inputs` names it, one dict a step, or tensors in order as they are.
+
+    Raises:
+        UsageError: It is something else.
+    """
     if inputs is None or isinstance(inputs, str | Path):
         return None if inputs is None else str(inputs)
-    return steps_of(inputs, "inputs")
+    return inputs if are_in_order(inputs) else steps_of(inputs, "inputs")
 
 
-def read_inputs(inputs: Inputs) -> Inputs:
-    """Return the tensors that `inputs` names, or itself where it is a text file, None or tensors already."""
-    return load_inputs(inputs) if isinstance(inputs, str) and Path(inputs).suffix != ".txt" else inputs
+def read_inputs(inputs: Inputs, names: Sequence[str] = ()) -> Inputs:
+    """Return the tensors that `inputs` names, or itself where it is a text file, None or tensors already.
+
+    Args:
+        inputs: As `as_inputs` returns them.
+        names: Parameters of the forward, for tensors in order.
+    """
+    if isinstance(inputs, str) and Path(inputs).suffix != ".txt":
+        return load_inputs(inputs, names)
+    return steps_of(inputs, "inputs", names) if are_in_order(inputs) else inputs
 
 
 def beside_tokens(inputs: Inputs) -> list[str]:

@@ -244,7 +244,7 @@ def tensor_hints(baseline: torch.Tensor, candidate: torch.Tensor, valid: torch.T
     power = float(a.square().sum())
     factor = float((a * b).sum()) / power if power else 0.0
     left = float((b - factor * a).norm()) / error
-    if left <= _CLOSE:
+    if left <= _CLOSE and f"{factor:.6g}" != "1":
         text = f"the candidate is {factor:.6g} times the baseline"
         change = Altered(argument="factor", baseline=1.0, candidate=factor)
         hints.append(Hint("scale", text, 0.45, evidence="values", change=change, unexplained=left))

@@ -155,7 +155,8 @@ def sites(
             revision=revision,
             weights=False,
         )
-        tables = [program.sites for program in export_programs(model, inputs=load_inputs(inputs) if inputs else None)]
+        given = load_inputs(inputs, list(forward_parameters(model.module))) if inputs else None
+        tables = [program.sites for program in export_programs(model, inputs=given)]
     if pattern is None:
         return [site for table in tables for site in table]
     found = [site for table in tables for site in table.match(pattern)]

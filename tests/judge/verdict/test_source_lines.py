@@ -284,3 +284,67 @@ def test_a_module_that_is_not_called_is_named_where_it_is_called() -> None:
     assert first is not None and first.hints[0].text == "layer_norm is missing", first
     assert first.source is not None and first.source.endswith("x = after(x)"), first.source
     assert first.candidate_source is None
+
+
+class Hops(nn.Module):
+    """Passes what it is given on to its neighbors, two times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.hop, self.out = nn.Linear(8, 8), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x
+        for _ in range(2):
+            h = self.hop(h).roll(1, 0).tanh()
+        return self.out(torch.cat([x, h], -1))
+
+
+class MoreHops(Hops):
+    """The same, once more."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x
+        for _ in range(3):
+            h = self.hop(h).roll(1, 0).tanh()
+        return self.out(torch.cat([x, h], -1))
+
+
+def test_a_loop_that_goes_round_once_more_is_quoted() -> None:
+    first = check(Hops(), candidate=MoreHops(), inputs={"x": torch.randn(8, 8)}).first_divergence
+    assert first is not None and str(first.source).endswith("for _ in range(2):"), first
+    assert str(first.candidate_source).endswith("for _ in range(3):"), first
+
+
+class Trees(nn.Module):
+    """Trees that attend to each other, sequence first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.permute(2, 0, 1)
+        x, _ = self.attention(x, x, x)
+        x = x.permute(1, 2, 0)
+        return x.mean(-1)
+
+
+class TreesOtherwise(Trees):
+    """Samples attend to each other."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.permute(0, 2, 1)
+        x, _ = self.attention(x, x, x)
+        x = x.permute(0, 2, 1)
+        return x.mean(-1)
+
+
+def test_axes_are_quoted_where_an_op_is_given_them() -> None:
+    x = torch.randn(4, 8, 5, generator=torch.Generator().manual_seed(0))
+    first = check(Trees(), candidate=TreesOtherwise(), inputs={"x": x}).first_divergence
+    assert first is not None and str(first.source).endswith("x = x.permute(2, 0, 1)"), first
+    line = TreesOtherwise.forward.__code__.co_firstlineno + 1
+    assert str(first.candidate_source).endswith(f":{line}: x = x.permute(0, 2, 1)"), first

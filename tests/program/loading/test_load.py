@@ -426,6 +426,14 @@ def test_inputs_from_a_file(tmp_path: Path, name: str, save: Callable[[Path], No
         torch.testing.assert_close(step[key], value)
 
 
+@pytest.mark.parametrize("saved", [torch.ones(2, 4), (torch.ones(2, 4),), [(torch.ones(2, 4), torch.zeros(3))]])
+def test_tensors_in_order_are_named_by_the_forward(tmp_path: Path, saved: object) -> None:
+    torch.save(saved, tmp_path / "a.pt")
+    (step,) = load_inputs(str(tmp_path / "a.pt"), ["input", "mask"])
+    assert torch.equal(step["input"], torch.ones(2, 4))
+    assert ("mask" in step) == isinstance(saved, list)
+
+
 def test_inputs_from_a_factory(tmp_path: Path) -> None:
     file = write_factory(tmp_path / "ours", 5)
     (step,) = load_inputs(f"{file}:inputs")

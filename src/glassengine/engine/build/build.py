@@ -205,9 +205,10 @@ def build(
             got="--inputs",
             hint="leave them out; glass run ENGINE --inputs FILE runs it on them",
         )
-    steps = load_inputs(inputs) if isinstance(inputs, str) else inputs
+    names = list(forward_parameters(loaded.module)) if inputs is not None else []
+    steps = load_inputs(inputs, names) if isinstance(inputs, str) else inputs
     if steps is not None:
-        steps = in_order(steps, list(forward_parameters(loaded.module)))
+        steps = in_order(steps, names)
         loaded = loaded.judged_as(PLAIN)
     elif not loaded.generation.generates and loaded.stored is None:
         steps = made_up_inputs(loaded)

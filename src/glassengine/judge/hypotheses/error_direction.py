@@ -28,6 +28,7 @@ from glassengine.judge.hypotheses.mistakes.arguments import as_theirs, same_op
 from glassengine.judge.hypotheses.mistakes.global_transforms import to_tf32
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import FAILS, OutOfWork, Trial, TrialCall
+from glassengine.numerics.float64 import is_real
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
 from glassengine.results import Hint
@@ -131,17 +132,14 @@ def _is_of_rounded_operands(call: TrialCall, error: Tensor) -> bool:
     size = float(error.square().mean())
     for rounded in (*(lambda t, d=d: t.to(d).double() for d in _COARSE), to_tf32):
         try:
-            made = call.rerun(*(rounded(a) if _is_operand(a) else a for a in call.args), **call.kwargs)
+            # A bias is added to the sums.
+            args = (rounded(a) if is_real(a) and a.dim() > 1 else a for a in call.args)
+            made = call.target(*args, **call.kwargs)
         except FAILS:
             continue
         if float((made - call.value - error).square().mean()) <= _EXPLAINED**2 * size:
             return True
     return False
-
-
-def _is_operand(value: object) -> bool:
-    # A bias is added to the sums.
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
 
 
 def _is_independent(call: TrialCall, held: list[int], error: Tensor) -> bool | None:
@@ -158,7 +156,7 @@ def _is_independent(call: TrialCall, held: list[int], error: Tensor) -> bool | N
         # What is added to the sums is no part of the probe.
         args = [torch.zeros_like(a) if isinstance(a, Tensor) and a.dim() == 1 else a for a in args]
         try:
-            made = call.rerun(*args, **call.kwargs)
+            made = call.target(*args, **call.kwargs)
         except FAILS:
             return None
         alike = alike + _cosines(made, axis) / _NUM_PROBES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 
 import torch
 from torch.fx import Node
@@ -43,8 +43,10 @@ class Hints:
         self._learned: dict[str, tuple[float, Family]] = {}
         self._shown: dict[str, Hint] = {}
         self._num_products = 0
-        self.covered: Collection[str] = ()
+        self.covered: Set[str] = frozenset()
         """Earlier flagged nodes that the mistake of the last divergence explains as well."""
+        self.lost: str | None = None
+        """That of them which the side does not read."""
         self.place: Site | None = None
         """Op of a region, not its end, whose mistake makes what the side made: that of the last divergence."""
         self.num_untried = 0
@@ -61,7 +63,7 @@ class Hints:
         """
         search = self._search(flagged)
         self.place = None
-        self.covered, self.num_untried = (), 0
+        self.covered, self.lost, self.num_untried = frozenset(), None, 0
         found: list[Hint] = []
         if search is not None and self._num_asked < _MOST_ASKED:
             self._num_asked += 1
@@ -71,7 +73,8 @@ class Hints:
             found = search.hints(node, tensor, reference.valid)
             self.place = next(iter(self._program.sites.by_node.get(search.place or "", ())), None)
             self.num_untried = search.num_skipped
-            self.covered = search.covered if found and found[0].proven else ()
+            self.covered = search.covered if found and found[0].proven else frozenset()
+            self.lost = search.lost
             if node.name in self._shown and not (found and found[0].proven):
                 shown = self._shown[node.name]
                 found = [shown, *(hint for hint in found if not _is_one_number(hint, shown))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -76,8 +76,10 @@ class MistakeSearch:
     candidate: Program | None = None
     counterparts: Mapping[str, str] = field(default_factory=dict)
     flagged: Collection[str] = ()
-    covered: Collection[str] = ()
+    covered: Set[str] = frozenset()
     """Flagged nodes that the piece of the last `hints` recomputes: its mistake explains them as well."""
+    lost: str | None = None
+    """That of the nodes which the mistake of the last `hints` leaves unread."""
     place: str | None = None
     """Node in which the mistake of the last `hints` was made: an unobserved one, inside of the region."""
     num_skipped: int = 0
@@ -113,7 +115,9 @@ class MistakeSearch:
         given = [one for one, edit in edits.items() if is_own and isinstance(edit, Tensor)]
         made = walk([trial.end], lambda one: () if one in given else one.all_input_nodes)
         anew = {op.name for op in trial.ops} & {one.name for one in (trial.end, *made)}
-        anew |= set() if lost is None else {lost.name}
+        if lost is not None:
+            self.lost = lost.name
+            anew.add(lost.name)
         self.covered = {name for name in self.flagged if name in anew and name != node.name}
         return [self._of_product(node, self._in_place(node, found.hint, trial.ops))]
 
@@ -189,7 +193,7 @@ class MistakeSearch:
         """Yield the pieces that end in a node, from its own op on; each once."""
         asked: set[frozenset[str]] = set()
         for depth, besides in [(0, ()), *((depth, self.flagged) for depth in _DEPTHS)]:
-            piece = self._piece(node, depth, besides)
+            piece = self.piece(node, depth, besides)
             names = frozenset(op.name for op in piece.ops) if piece is not None else frozenset()
             if piece is not None and len(piece.ops) <= _MOST_OPS and names not in asked:
                 asked.add(names)
@@ -289,10 +293,6 @@ class MistakeSearch:
         known = (lambda source: self._known[source.name]), (lambda source: self._known_there[source.name])
         return inside_of(node, there, known, dtypes)
 
-    def piece(self, node: Node) -> Piece | None:
-        """Return what makes a node from what the candidate was observed to make; None where that is not known."""
-        return self._piece(node, 0, ())
-
     def question(
         self, node: Node, piece: Piece, actual: torch.Tensor, valid: torch.Tensor | None, budget: Budget | None = None
     ) -> Question | None:
@@ -308,7 +308,8 @@ class MistakeSearch:
             actual = real_parts(actual)
         right, program = trial.right, self.program
         theirs, others = self._theirs(node), self._other_values(node, trial)
-        held = self._held(theirs)
+        read = self._weights_there.keys() & {source.name for op in theirs for source in op.all_input_nodes}
+        held = {name: self._names_there.get(name, name) for name in sorted(read)}
         their_weights = {name: self._weights_there[own] for own, name in held.items()}
         own_labels = self._labels(node, (op.name for op in [*trial.inputs, *trial.ops]))
         labels = {label: name for name, label in self._labels(node, others, own_labels).items()}
@@ -340,7 +341,8 @@ class MistakeSearch:
         )
         return found if found.left(right) > 0 else None
 
-    def _piece(self, node: Node, depth: int, besides: Collection[str]) -> Piece | None:
+    def piece(self, node: Node, depth: int = 0, besides: Collection[str] = ()) -> Piece | None:
+        """Return what makes a node, and `depth` steps above it, of what the candidate made; None if that is unknown."""
         known = self._known
         above = {node.name, *(op.name for op in up(node, depth) if op.op == "call_function")}
         # A tensor is not made of itself.
@@ -400,11 +402,6 @@ class MistakeSearch:
         sources = {(op.target, source.name) for op in theirs for source in op.all_input_nodes}
         inside = [(n.name, user.target) for n in trial.inputs for user in n.users if user in trial.values]
         return frozenset(name for name, target in inside if (target, self.counterparts.get(name)) in sources)
-
-    def _held(self, theirs: list[Node]) -> dict[str, str]:
-        """Return the weights that ops of the candidate read: node -> name."""
-        read = {source.name for op in theirs for source in op.all_input_nodes}
-        return {name: self._names_there.get(name, name) for name in sorted(read & self._weights_there.keys())}
 
     def _labels(self, node: Node, names: Iterable[str], known: Mapping[str, str] | None = None) -> dict[str, str]:
         """Return what people call nodes: by what makes their values, where that is another one for each.
@@ -475,18 +472,14 @@ class MistakeSearch:
         below = {one.name for one in down([one for one in self._nodes.values() if one.name in inside])}
         # What is made of the piece's own tensors has the mistake, and explains nothing.
         left_out = {*(n.name for n in trial.inputs), *inside, *below}
-        values: dict[str, torch.Tensor] = {}
         read = dict(self._read_there(node))
-        for name, value in itertools.chain(read.items(), self._nearest(node)):
-            if name in values or name in left_out or not isinstance(value, torch.Tensor):
-                continue
-            if not any(value.shape == one or (name in read and broadcasts_alike(value.shape, one)) for one in shapes):
-                continue
-            if len(values) == _MOST_OTHERS:
-                break
-            if value.numel() <= _LARGEST_OTHER:
-                values[name] = value.detach()
-        return values
+        found = (
+            (name, value.detach())
+            for name, value in {**read, **dict(self._nearest(node))}.items()
+            if name not in left_out and isinstance(value, torch.Tensor) and value.numel() <= _LARGEST_OTHER
+            if any(value.shape == one or (name in read and broadcasts_alike(value.shape, one)) for one in shapes)
+        )
+        return dict(itertools.islice(found, _MOST_OTHERS))
 
     def _read_there(self, node: Node) -> Iterator[tuple[str, Any]]:
         """Yield the counterparts of what the candidate's ops of a region read."""

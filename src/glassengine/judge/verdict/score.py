@@ -507,11 +507,14 @@ class Score:
     ) -> Divergence:
         judgement = judged.judgement
         hints = self._hints.of(node, judged.tensor, reference, [other.name for other in self._flagged])
-        for name in self._hints.covered:
-            # Of a tensor that was flagged before and is made anew here, the proof is this one.
-            if name in self.divergences and self.divergences[name].step == step:
-                less = (hint for hint in self.divergences[name].hints if not hint.proven)
-                self.divergences[name] = dataclasses.replace(self.divergences[name], hints=(hints[0], *less))
+        for name in self._hints.covered & self.divergences.keys():
+            earlier = self.divergences[name]
+            less = [hint for hint in earlier.hints if not hint.proven]
+            # Of a tensor that was flagged before and is made anew here, the proof is this one; one that is only not
+            # read here may have its own.
+            is_own = name == self._hints.lost and len(less) < len(earlier.hints)
+            if earlier.step == step and not is_own:
+                self.divergences[name] = dataclasses.replace(earlier, hints=(hints[0], *less))
         place = self._hints.place
         expected = reference.native if judged.predicted is None else judged.predicted
         rank, more = self.side.blamed(node, observed, expected)

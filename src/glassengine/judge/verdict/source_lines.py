@@ -316,22 +316,29 @@ def _statements_apart(ours: Node, theirs: Node) -> tuple[str, str] | None:
     is_part = op_name(ours) == "getitem"
     frames = _of_both(user_frames(ours), user_frames(theirs))[::-1]
     for is_deep, pair in itertools.product((False, True), frames):
-        texts, own = zip(*map(_at, pair), strict=True)
-        names = [_names(own[i], texts[i] if is_deep else ()) for i in (0, 1)]
+        texts, around = zip(*map(_at, pair), strict=True)
+        names = [_names("".join(around[i][-1:]), texts[i] if is_deep else ()) for i in (0, 1)]
         apart = [
-            [
-                line
+            {
+                text: line
                 for text, line in texts[i].items()
-                if text not in texts[1 - i] and _is_near(text, own[i], names[i], is_part)
-            ]
+                if text not in texts[1 - i] and _is_near(text, around[i], names[i], is_part)
+            }
             for i in (0, 1)
         ]
         if any(apart):
-            both = [some[0] for some in apart if len(some) == 1]
+            both = [line for i in (0, 1) if (line := _the_one(apart[i], int(pair[i]["line"]), around[i][:-1]))]
             codes = [parts[2] for line in both if (parts := parts_of_line(line))]
             is_one = len(codes) == 2 and SequenceMatcher(None, codes[0], codes[1]).ratio() >= _ALIKE
             return (both[0], both[1]) if is_one else None
     return None
+
+
+def _the_one(apart: Mapping[str, str], last: int, loops: Sequence[str]) -> str | None:
+    """Return the line of the one statement that is not after a line; a loop or condition around it where none is."""
+    before = {text: line for text, line in apart.items() if (at := parts_of_line(line)) and int(at[1]) <= last} or apart
+    lines = [line for text, line in before.items() if text not in loops] or [*before.values()]
+    return lines[0] if len(lines) == 1 else None
 
 
 def _statement_not_run(ours: Node, theirs: Iterable[Node]) -> str | None:
@@ -340,15 +347,15 @@ def _statement_not_run(ours: Node, theirs: Iterable[Node]) -> str | None:
     A module that is not called is missing where it is called: its own lines may run for another one. None where the
     innermost statement is run by none of the others, and where all are run.
     """
-    run = {_at(frame)[1] for node in theirs for frame in user_frames(node)}
+    run = {_at(frame)[1][-1:] for node in theirs for frame in user_frames(node)}
     for depth, frame in enumerate(user_frames(ours)[::-1]):
-        places, own = _at(frame)
-        if own and own not in run:
-            return places.get(own) if depth else None
+        places, around = _at(frame)
+        if around and around[-1:] not in run:
+            return places.get(around[-1]) if depth else None
     return None
 
 
-def _at(frame: re.Match[str]) -> tuple[dict[str, str], str]:
+def _at(frame: re.Match[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     return _statements(frame["file"], int(frame["line"]))
 
 
@@ -362,15 +369,22 @@ def _of_both(ours: list[re.Match[str]], theirs: list[re.Match[str]]) -> list[tup
 
 
 @lru_cache(maxsize=256)
-def _statements(file: str, line: int) -> tuple[dict[str, str], str]:
-    """Return the statements of the function around a line, each with "file:line: code", and the one on the line."""
+def _statements(file: str, line: int) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the statements of the function around a line, each with "file:line: code", and those that hold the line.
+
+    The last of these is on the line, the others are loops and conditions around it.
+    """
     name, lines = file.split("/site-packages/")[-1], linecache.getlines(file)
     around = [one for one in _parsed("".join(lines)) if one.lineno <= line <= (one.end_lineno or 0)]
     functions = [one for one in around if isinstance(one, ast.FunctionDef)]
     inside = [one for one in ast.walk(functions[-1]) if isinstance(one, ast.stmt)][1:] if functions else []
-    texts = {ast.unparse(one).partition("\n")[0]: one.lineno for one in inside}
+    texts: dict[str, int] = {}
+    for one in inside:  # of equal ones the last that is not after the line
+        text = ast.unparse(one).partition("\n")[0]
+        texts[text] = one.lineno if one.lineno <= line else texts.get(text, one.lineno)
     places = {text: f"{name}:{number}: {lines[number - 1].strip()}" for text, number in texts.items()}
-    return places, ast.unparse(around[-1]).partition("\n")[0] if around else ""
+    own = around[around.index(functions[-1]) + 1 :] if functions else []
+    return places, tuple(ast.unparse(one).partition("\n")[0] for one in own)
 
 
 @lru_cache(maxsize=16)
@@ -391,9 +405,9 @@ def _names(own: str, texts: Iterable[str]) -> set[str]:
     return found
 
 
-def _is_near(text: str, own: str, names: set[str], is_part: bool) -> bool:
-    """Whether a statement is another one, makes what it reads, or reads a part that it makes."""
-    return text == own or bool(_made(text) & names) or (is_part and bool(_made(own) & _read(text)))
+def _is_near(text: str, around: Sequence[str], names: set[str], is_part: bool) -> bool:
+    """Whether a statement is one of those around a line, makes what the line reads, or reads a part that it makes."""
+    return text in around or bool(_made(text) & names) or (is_part and bool(_made("".join(around[-1:])) & _read(text)))
 
 
 def _made(text: str) -> set[str]:

@@ -19,20 +19,21 @@ _MAX_JSON_BYTES = 256 << 20
 _MAX_JSON_ITEMS = 16_000_000
 
 
-def load_inputs(spec: str) -> list[dict[str, Any]]:
+def load_inputs(spec: str, names: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Load keyword arguments, one dict per step.
 
     Args:
         spec: `file.py:factory` that returns a dict or a list of dicts, or a file: .pt, .safetensors, .npz, .json.
+        names: Parameters of the forward, where tensors may be given in order: one, or a tuple of them.
 
     Raises:
         UsageError: No such file, an unknown ending, or something else than dicts of tensors and plain values.
     """
     if asked.is_factory(str(asked.inputs(spec))):
-        return steps_of(call_factory(spec), spec)
+        return steps_of(call_factory(spec), spec, names)
     path = place(spec)
     try:
-        steps = steps_of(_read(path), spec)
+        steps = steps_of(_read(path), spec, names)
         check_unfolded(steps, spec)
     except CorruptError as error:
         got = f"{error.what}: {error.got}"
@@ -71,12 +72,23 @@ def _tensor(values: list[Any]) -> Any:
     return _tensors(values) if any(isinstance(value, dict) for value in values) else torch.tensor(values)
 
 
-def steps_of(data: Any, spec: str) -> list[dict[str, Any]]:
+def are_in_order(data: Any) -> bool:
+    """Whether inputs are one tensor, or several in the order of a forward's parameters."""
+    return isinstance(data, torch.Tensor) or (isinstance(data, (list, tuple)) and any(map(are_in_order, data)))
+
+
+def steps_of(data: Any, spec: str, names: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Return a dict, or a list of them, as one dict a step; `spec` names them in the error.
+
+    Args:
+        data: A dict, tensors in the order of `names`, or a list of either.
+        spec: What to call them.
+        names: Parameters of the forward; without any, tensors in order are refused.
 
     Raises:
         UsageError: It is something else, or nothing.
     """
+    data = in_order(data, names) if names and are_in_order(data) else data
     steps = list(data) if isinstance(data, (list, tuple)) else [data]
     if not steps or not all(isinstance(step, Mapping) for step in steps):
         kinds = ", ".join(sorted({type(step).__name__ for step in steps})) or "nothing"

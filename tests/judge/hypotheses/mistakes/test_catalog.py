@@ -516,6 +516,14 @@ PLANTED = {
         "padding by reflect",
         ("image", "kernel"),
     ),
+    "padding before a convolution": Planted(
+        lambda x, k: F.conv2d(F.pad(x, (1, 1, 1, 1), mode="circular"), k),
+        lambda x, k: F.conv2d(x, k, padding=1),
+        lambda x, k: F.conv2d(F.pad(F.pad(x, (1, 1, 0, 0), mode="circular"), (0, 0, 1, 1), mode="circular"), k),
+        "other",
+        "mode of pad: circular in the baseline, constant in the candidate",
+        ("image", "kernel"),
+    ),
     "padding on one side": Planted(
         lambda x, k: F.conv1d(F.pad(x, (2, 0)), k),
         lambda x, k: F.conv1d(F.pad(x, (0, 2)), k),

@@ -55,6 +55,13 @@ def test_parts_of_other_sizes_are_put_together_in_the_other_order() -> None:
     assert (hint.kind, hint.text) == ("swapped", "parts 0 and 1 of cat are exchanged")
 
 
+@pytest.mark.parametrize("fill", [-1e9, -1e12])
+def test_scores_are_told_apart_beside_hidden_ones(fill: float) -> None:
+    given = {"scores": drawn(2, 2, 6, 6), "hidden": (torch.arange(6) > 4).expand(2, 2, 6, 6).contiguous()}
+    hint = told(lambda s, m: s.masked_fill(m, fill), lambda s, m: s.mT.masked_fill(m, fill), given)
+    assert (hint.kind, hint.text) == ("transposed", "axes 2 and 3 of scores are transposed")
+
+
 def test_the_first_and_the_last_of_three_parts_are_exchanged() -> None:
     given = {"a": drawn(2, 4), "b": drawn(2, 4, seed=1), "c": drawn(2, 8, seed=2)}
     hint = told(lambda *parts: torch.cat(parts, 1), lambda *parts: torch.cat(parts[::-1], 1), given)

@@ -191,8 +191,9 @@ class Passes(nn.Module):
         state = torch.zeros(len(x), 8)
         made = []
         for step in range(4):
-            made.append(torch.tanh(self.new(h[:, step]) + self.old(state)))
-            state = state if self.mistake == "step" and step == 2 else made[-1]
+            following = torch.tanh(self.new(h[:, step]) + self.old(state))
+            made.append(state if self.mistake == "before" else following)
+            state = state if self.mistake == "step" and step == 2 else following
         return torch.stack(made, 1)
 
 
@@ -207,6 +208,13 @@ def test_what_another_layer_or_an_earlier_pass_made_is_named(
     first = check(Passes(), candidate=Passes(mistake), inputs=str(tmp_path / "x.pt")).first_divergence
     assert first is not None and first.hints[0].kind == kind, first
     assert first.hints[0].text.startswith(f"that of {words} is read: "), first.hints[0].text
+
+
+def test_states_before_each_step_instead_of_after_it_are_named() -> None:
+    inputs = {"x": torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1))}
+    first = check(Passes(), candidate=Passes("before"), inputs=inputs).first_divergence
+    assert first is not None and first.hints[0].kind == "stale", first
+    assert first.hints[0].text == "each part of stack is that of the pass before"
 
 
 class Used(nn.Module):

@@ -74,8 +74,10 @@ def kind_of(question: Question, literal: Literal, value: Any) -> Kind:
     if name == "approximate" or kind == "activation":
         return "activation"
     # What an argument means is the op's own: no trait says it, and only a hint depends on it.
-    if op in ("permute", "transpose", "view", "reshape") or (name.startswith("dim") and _goes_along(node)):
-        return "transposed"
+    traits = traits_of(node)
+    goes_along = traits.choice is not None or traits.rounding in (Rounding.SUMS, Rounding.COMPOSITE)
+    if op in ("permute", "transpose", "view", "reshape") or (name.startswith("dim") and goes_along):
+        return "transposed"  # along another axis, what sums, norms or chooses takes columns for rows
     if op in ("flip", "getitem"):
         return "permuted" if op == "flip" else "swapped"
     if op in ("slice", "select", "narrow") and name in ("start", "end", "index", "length"):
@@ -83,12 +85,6 @@ def kind_of(question: Question, literal: Literal, value: Any) -> Kind:
     if op in _PLACES or (op == "pow" and name == "self"):
         return "position"
     return _kind_of_term(question, node) if op in ("add", "sub", "rsub") and isinstance(own, int) else "other"
-
-
-def _goes_along(node: Node) -> bool:
-    """Whether an op sums, norms or chooses along an axis: along another one, it takes columns for rows."""
-    traits = traits_of(node)
-    return traits.choice is not None or traits.rounding in (Rounding.SUMS, Rounding.COMPOSITE)
 
 
 def _kind_of_equation(here: str, there: str) -> Kind:
@@ -112,7 +108,8 @@ def _kind_of_term(question: Question, node: Node) -> Kind:
     value = question.trial.values.get(node)
     if not isinstance(value, Tensor) or not value.is_floating_point() or torch.equal(value, value.round()):
         return "position"
-    return "scale" if any(named(op_name(user)).kind == "factor" for user in question.users(node)) else "other"
+    users = question.in_baseline(node).users
+    return "scale" if any(named(op_name(user)).kind == "factor" for user in users) else "other"
 
 
 def kind_of_op(node: Node, theirs: Node) -> Kind:
@@ -132,7 +129,7 @@ def _is_one_of_several(question: Question, node: Node) -> bool:
     source, extent = node.args[0], _extent(node)
     if not isinstance(source, Node) or extent is None:
         return False
-    others = [_extent(user) for user in question.users(source) if user.target is node.target]
+    others = [_extent(user) for user in question.in_baseline(source).users if user.target is node.target]
     axis, start, end = extent
     return any(one is not None and one[0] == axis and (one[1] >= end or one[2] <= start) for one in others)
 
@@ -159,4 +156,4 @@ def is_epsilon(question: Question, literal: Literal) -> bool:
         return True
     if not isinstance(value, float) or not 0 < value <= 1e-2 or not is_written or literal.name not in ("other", "min"):
         return False
-    return value <= _TINY or any(traits_of(user).domain for user in question.users(literal.node))
+    return value <= _TINY or any(traits_of(user).domain for user in question.in_baseline(literal.node).users)

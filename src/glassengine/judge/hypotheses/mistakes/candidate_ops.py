@@ -16,9 +16,9 @@ from glassengine.judge.hypotheses.mistakes.global_transforms import missing_ops
 from glassengine.judge.hypotheses.mistakes.tensor_roles import BENDING
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, called, constants_of, shown, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question, TheirRegion
-from glassengine.judge.hypotheses.trials.trial import Trial, TrialCall
-from glassengine.judge.site_pairs import origin_of, passes_on, up
-from glassengine.numerics.float64 import is_real, retarget
+from glassengine.judge.hypotheses.trials.trial import TrialCall
+from glassengine.judge.site_pairs import operands_of, origin_of, passes_on, up
+from glassengine.numerics.float64 import is_real, retargeted
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
@@ -60,7 +60,7 @@ def moved_op(question: Question) -> Iterator[Hypothesis]:
             continue
 
         def edit(there: TrialCall, own: TrialCall = call) -> Any:
-            return own.rerun(there.value, *own.args[1:], **own.kwargs)
+            return own.target(there.value, *own.args[1:], **own.kwargs)
 
         kind: Kind = "activation" if traits_of(node).kind in BENDING else "other"
         for other in [*trial.ops, *trial.inputs]:
@@ -78,7 +78,7 @@ def another_op(question: Question) -> Iterator[Hypothesis]:
         done, number = _called_with(theirs)
 
         def edit(call: TrialCall, done: Callable[..., Any] = done) -> Any:
-            return in_place_of(call, done([leaf for leaf in call.leaves if isinstance(leaf, Tensor)]))
+            return done([leaf for leaf in call.leaves if isinstance(leaf, Tensor)])
 
         for node in reversed(question.trial.ops):
             if there[node.target] >= own[node.target]:
@@ -101,25 +101,14 @@ def _named(node: Node, theirs: Node) -> str:
 
 def _called_with(theirs: Node) -> tuple[Callable[[Sequence[Any]], Any], int]:
     """Return what calls an op of the candidate, with its own numbers, on other tensors, and how many these are."""
-    leaves, spec = pytree.tree_flatten((theirs.args, dict(theirs.kwargs)))
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Node)]
     target: Any = theirs.target
 
     def done(tensors: Sequence[Any]) -> Any:
-        filled = [*leaves]
-        for place, tensor in zip(places, tensors, strict=True):
-            filled[place] = tensor
-        args, kwargs = pytree.tree_map(retarget, pytree.tree_unflatten(filled, spec))
-        return target(*args, **kwargs)
+        given = iter(tensors)
+        args, kwargs = torch.fx.node.map_arg((theirs.args, dict(theirs.kwargs)), lambda _: next(given))
+        return target(*retargeted(args), **retargeted(kwargs))
 
-    return done, len(places)
-
-
-def in_place_of(call: TrialCall, made: Any) -> Any:
-    """Return what stands for the result of a call: a largest value comes with its place, which is left as it is."""
-    if isinstance(made, (tuple, list)) == isinstance(call.value, (tuple, list)):
-        return made
-    return made[0] if isinstance(made, (tuple, list)) else (made, *call.value[1:])
+    return done, len(operands_of(theirs))
 
 
 _SIGNS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "pow": "**", "matmul": "@", "mm": "@", "bmm": "@"}
@@ -135,7 +124,8 @@ def expressions(question: Question) -> Iterator[Hypothesis]:
     trial, there = question.trial, question.there
     if there is None:
         return
-    ours, theirs = (_made(one) for one in (trial, there.trial))
+    made = ({op: one.values[op] for op in one.ops if not passes_on(op)} for one in (trial, there.trial))
+    ours, theirs = ({op: value for op, value in one.items() if isinstance(value, Tensor)} for one in made)
     new = {op: v for op, v in theirs.items() if not any(_is_same(v, one, question.noise) for one in ours.values())}
     ends = origin_of(trial.end), origin_of(there.trial.end)
     for node in trial.inputs:  # something is done to it first
@@ -205,11 +195,6 @@ def _instead(question: Question, node: Node, value: Any, other: Node, found: Any
         yield Hypothesis(kind, text, {node: found})
 
 
-def _made(trial: Trial) -> dict[Node, Tensor]:
-    """Return what the ops that compute make, in order."""
-    return {op: value for op in trial.ops if not passes_on(op) and isinstance(value := trial.values[op], Tensor)}
-
-
 def _is_same(one: Tensor, other: Tensor, noise: float) -> bool:
     if one.shape != other.shape or not (one.is_floating_point() and other.is_floating_point()):
         return one.shape == other.shape and torch.equal(one, other)
@@ -228,7 +213,7 @@ def _both_written(node: Node, ours: Mapping[str, str], other: Node, theirs: Mapp
 def _apart(node: Node, ours: Mapping[str, str], other: Node, theirs: Mapping[str, str]) -> tuple[Node, Node]:
     """Return the operands in which two calls of one op differ, where that is one of each; else the two themselves."""
     while True:
-        node, other = _skipped(node), _skipped(other)
+        node, other = origin_of(node), origin_of(other)
         both = [pytree.tree_leaves((one.args, dict(one.kwargs))) for one in (node, other)]
         if node.target is not other.target or len(both[0]) != len(both[1]):
             return node, other
@@ -236,13 +221,6 @@ def _apart(node: Node, ours: Mapping[str, str], other: Node, theirs: Mapping[str
         if len(differing) != 1 or not all(isinstance(one, Node) for one in differing[0]):
             return node, other
         ((node, other),) = differing
-
-
-def _skipped(node: Node) -> Node:
-    """Return the node whose values are written for one that passes them on."""
-    while node.op == "call_function" and passes_on(node) and node.args and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
 
 
 def _ops(node: Node) -> list[Node]:

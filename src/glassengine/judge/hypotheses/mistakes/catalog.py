@@ -39,6 +39,7 @@ _BY_SCORE: dict[float, tuple[Family, ...]] = {
     0.96: (
         unrolled_recurrence.recurrences,
         operands.another_pass,
+        operands.all_of_another_pass,
         operands.exchanged,
         operands.left_out,
         operations.activations,

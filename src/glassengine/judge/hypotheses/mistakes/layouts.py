@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from glassengine.judge.hypotheses.mistakes.tensor_roles import is_near_attention, is_of_places, turned_by
+from glassengine.judge.hypotheses.mistakes.tensor_roles import heads_or_parts, is_of_places, turned_by
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, called
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall
@@ -39,7 +39,7 @@ def reshaped(question: Question) -> Iterator[Hypothesis]:
             done = "an axis is taken apart" if is_split else "axes are put together"
             for axis, first, parts in factored(joined, parted):
                 kind, how = _of_axes(question, node, first, parts)
-                orders = [(parts, order, how) for order in _orders(parts)]
+                orders = [(parts, order, how) for order in itertools.permutations(range(len(parts)))][1:]
                 for number in _PARTS if is_split and len(parts) == 2 and kind == "permuted" else ():
                     # Each head holds a part of queries, keys and values, or each of those holds its heads.
                     orders += [(finer, (1, 0, 2), "parts of heads are mixed") for finer in _finer(parts, number)]
@@ -69,7 +69,7 @@ def _views(question: Question) -> Iterator[tuple[Node, torch.Size, torch.Tensor]
 
 def merges(question: Question, node: Node, value: torch.Tensor, a: int, b: int) -> bool:
     """Whether two neighboring axes of a tensor are put together by what reads it: heads and groups of them."""
-    users = question.users(node)
+    users = list(question.in_baseline(node).users)
     users += [reader for user in users if passes_on(user) for reader in user.users]  # a copy is made first
     for user in users:
         made = user.meta.get("val")
@@ -78,11 +78,6 @@ def merges(question: Question, node: Node, value: torch.Tensor, a: int, b: int) 
             if any(first <= min(a, b) and max(a, b) < first + len(p) for _, first, p in factored(shape, value.shape)):
                 return True
     return False
-
-
-def heads_or_parts(question: Question, node: Node) -> str:
-    """Return what axes are made of that an attention reads or makes, and others."""
-    return "heads" if is_near_attention(question.in_baseline(node)) else "parts"
 
 
 def _of_axes(question: Question, node: Node, first: int, parts: Sequence[int]) -> tuple[Kind, str]:
@@ -134,10 +129,6 @@ def _finer(parts: Sequence[int], number: int) -> Iterator[tuple[int, ...]]:
         yield number, first // number, second
 
 
-def _orders(parts: Sequence[int]) -> list[tuple[int, ...]]:
-    return [order for order in itertools.permutations(range(len(parts))) if list(order) != sorted(order)]
-
-
 def _places(parts: Sequence[int], order: Sequence[int]) -> torch.Tensor:
     """Return the places, along an axis that holds parts in another order, of what is there where they are in turn."""
     back = [list(order).index(i) for i in range(len(order))]
@@ -158,7 +149,7 @@ def _rearranged(joined: Sequence[int], *moved: tuple[int, Sequence[int], Sequenc
 
 
 def _in_words(parts: Sequence[int], order: Sequence[int], how: str) -> str:
-    here, there = (" x ".join(map(str, sizes)) for sizes in (parts, [parts[i] for i in order]))
+    here, there = map(_product, (parts, [parts[i] for i in order]))
     if here == there:
         return f"{here} in another order: {how}"
     return f"{there} in the candidate, as {here} in the baseline: {how}"
@@ -198,14 +189,14 @@ def along_parts(question: Question) -> Iterator[Hypothesis]:
         parted = question.trial.tensor(source.args[0]) if isinstance(source, Node) and passes_on(source) else None
         if parted is None or made.numel() != parted.numel() or parted.dim() <= made.dim():
             continue
-        here, there = (" x ".join(map(str, shape)) for shape in (made.shape, parted.shape))
+        here, there = map(_product, (made.shape, parted.shape))
         for axis in range(parted.dim()):
             text = f"{called(op_name(node))} is along axis {axis} of {there}, not along axis {node.args[1]} of {here}"
             yield Hypothesis("other", text, {node: _along(parted, axis)}, axis=axis)
 
 
 def _along(parted: torch.Tensor, axis: int) -> Edit:
-    return lambda call: call.rerun(parted, axis, *call.args[2:], **call.kwargs).reshape(call.value.shape)
+    return lambda call: call.target(parted, axis, *call.args[2:], **call.kwargs).reshape(call.value.shape)
 
 
 def missing_rotation(question: Question) -> Iterator[Hypothesis]:
@@ -325,7 +316,7 @@ def _reordered(order: torch.Tensor, axis: int, joined: Sequence[int] | None = No
     def edit(call: TrialCall) -> Any:
         given = call.args[0]
         whole = given if joined is None else given.reshape(joined)
-        return call.rerun(whole.index_select(axis, order).reshape(given.shape), *call.args[1:], **call.kwargs)
+        return call.target(whole.index_select(axis, order).reshape(given.shape), *call.args[1:], **call.kwargs)
 
     return edit
 

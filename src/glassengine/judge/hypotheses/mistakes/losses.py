@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
-from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall
 from glassengine.judge.site_pairs import passes_on
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
@@ -41,9 +40,9 @@ def losses(question: Question) -> Iterator[Hypothesis]:
         smoothing = float(node.args[5]) if op_name(node) == "cross_entropy_loss" and len(node.args) > 5 else 0.0
         loss = partial(F.cross_entropy, ignore_index=ignored, label_smoothing=smoothing)
         for by, text, value in _moved(question, node, loss):
-            yield Hypothesis("position", text, {node: _loss(value)}, "shift", (None, by))
+            yield Hypothesis("position", text, {node: value}, "shift", (None, by))
         for kind, text, value in _averaged(question, node, logits, labels, ignored, loss):
-            yield Hypothesis(kind, text, {node: _loss(value)})
+            yield Hypothesis(kind, text, {node: value})
         yield from _smoothed(question, node, partial(loss, logits, labels), smoothing)
 
 
@@ -87,7 +86,7 @@ def _smoothed(question: Question, node: Node, loss: Callable[..., Tensor], smoot
     """Yield: labels are smoothed by the number that fits, if it is one that people write; or not at all."""
     ends = []
     for share in (0.0, 1.0):
-        made = question.trial.changed({node: _loss(loss(label_smoothing=share))})
+        made = question.trial.changed({node: loss(label_smoothing=share)})
         if made is None or made.shape != question.actual.shape:
             return
         ends.append(made.double())
@@ -98,10 +97,10 @@ def _smoothed(question: Question, node: Node, loss: Callable[..., Tensor], smoot
     rounding = _ROUNDINGS * question.noise * float(ends[0].square().sum() / power) ** 0.5 if power else 1.0
     if 0 < share < 1 and abs(fitted - share) <= rounding <= _SHARP * share:
         text, value = f"labels are smoothed by {share:g} in the candidate", loss(label_smoothing=share)
-        yield Hypothesis("other", text, {node: _loss(value)}, "label_smoothing", (smoothing, share))
+        yield Hypothesis("other", text, {node: value}, "label_smoothing", (smoothing, share))
     elif abs(fitted) <= rounding <= _SHARP * smoothing:
         text = f"labels are smoothed by {smoothing:g} in the baseline, not in the candidate"
-        yield Hypothesis("other", text, {node: _loss(loss(label_smoothing=0.0))}, "label_smoothing", (smoothing, 0.0))
+        yield Hypothesis("other", text, {node: loss(label_smoothing=0.0)}, "label_smoothing", (smoothing, 0.0))
 
 
 def _whole(question: Question, source: object, *, is_moved: bool = False) -> Tensor | None:
@@ -123,14 +122,6 @@ def _whole(question: Question, source: object, *, is_moved: bool = False) -> Ten
             break
         source = source.args[0]
     return question.trial.tensor(source)
-
-
-def _loss(value: Tensor) -> Edit:
-    def edit(call: TrialCall) -> object:
-        """The forward of the decomposed loss has its weight as a second result."""
-        return (value, *call.value[1:]) if isinstance(call.value, (tuple, list)) else value
-
-    return edit
 
 
 def relabeled(question: Question) -> Iterator[Hypothesis]:

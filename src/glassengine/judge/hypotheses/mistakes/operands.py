@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.judge.hypotheses.mistakes.layouts import heads_or_parts, merges
+from glassengine.judge.hypotheses.mistakes.layouts import merges
 from glassengine.judge.hypotheses.mistakes.tensor_roles import (
     BENDING,
+    heads_or_parts,
     is_counted,
     is_of_before,
     is_stored,
@@ -44,6 +45,7 @@ from glassengine.results import Kind
 
 _MOST_OTHERS = 48
 _MOST_AXES = 4
+_LEAST_PASSES = 3
 _SCALED = 1e-6
 """By how much a tensor that is another one times a number may differ, relative to its largest element."""
 _KINDS_OF_MISSING: dict[Kind, frozenset[str]] = {
@@ -337,9 +339,10 @@ def another(question: Question) -> Iterator[Hypothesis]:
             other = torch.zeros_like(value) + double(found)  # a row stands for a column
             if torch.equal(other, value):
                 continue
-            factor, source = _factor(value, other), question.sources.get(name)
+            source = question.sources.get(name)
             kind, text = _instead(question, node, source, name)
-            if factor is not None:
+            factor = factor_between(value, other) if is_real(value) and value.shape == other.shape else 0.0
+            if factor and float((value * factor - other).abs().max()) <= _SCALED * float(other.abs().max()):
                 made = origin_of(question.in_baseline(node))
                 is_missing = source is not None and origin_of(source) in map(origin_of, made.all_input_nodes)
                 kind, text = "scale", f"{op_name(made)} is missing: {name} is read as it is"
@@ -389,6 +392,23 @@ def another_pass(question: Question) -> Iterator[Hypothesis]:
                     yield Hypothesis(kind, text, {reader: reading({at: found})})
 
 
+def all_of_another_pass(question: Question) -> Iterator[Hypothesis]:
+    """Yield: each tensor that is joined is that of the pass before it, or after it: a state before it is changed."""
+    values = question.trial.values
+    for node in question.trial.ops if question.theirs else ():
+        joined = tensors_of(question.trial, node) if argument_names(node.target)[:1] == ["tensors"] else []
+        passes = {_made_at(question.in_baseline(source)) for _, source in joined}
+        if len(joined) < _LEAST_PASSES or len(passes) > 1 or None in passes:
+            continue
+        places, made = [place for place, _ in joined], [values[source] for _, source in joined]
+        beside = (double(one) for one in question.others.values() if _are_alike(one, made[0]))
+        for end in itertools.islice(itertools.chain([torch.zeros_like(made[0])], beside), _MOST_OTHERS):
+            for others, which in (([end, *made[:-1]], "before"), ([*made[1:], end], "after")):
+                text = f"each part of {op_name(node)} is that of the pass {which}"
+                edit = reading(dict(zip(places, others, strict=True)))
+                yield Hypothesis("stale" if which == "before" else "position", text, {node: edit})
+
+
 def _made_at(node: Node) -> tuple[Any, str] | None:
     """Return op and line of what makes a node, the same for all passes of a loop; None where no line is known."""
     origin = origin_of(node)
@@ -413,13 +433,6 @@ def _instead(question: Question, node: Node, other: Node | None, name: str) -> t
         which = "an earlier" if is_earlier else "a later"
         return "stale" if is_earlier else "swapped", f"that of {which} pass of its loop is read: {text}"
     return ("stale" if is_of_before(question, other) and not is_of_before(question, node) else "swapped"), text
-
-
-def _factor(value: Tensor, other: Tensor) -> float | None:
-    """Return the number that makes one tensor the other; None where none does."""
-    factor = factor_between(value, other) if is_real(value) and value.shape == other.shape else 0.0
-    is_scaled = factor and float((value * factor - other).abs().max()) <= _SCALED * float(other.abs().max())
-    return factor if is_scaled else None
 
 
 def _operands(question: Question) -> list[Node]:

@@ -6,6 +6,7 @@ found where they are written with several ops too, and their derivatives in a ba
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -17,7 +18,6 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn import functional as F
 
-from glassengine.judge.hypotheses.mistakes.candidate_ops import in_place_of
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, bound, literals_of, reading, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit, TrialCall, edited
@@ -35,19 +35,9 @@ _KINDS_OF_PAIRS: dict[tuple[str, str], Kind] = {
     ("mean", "sum"): "scale",  # by a number of terms
 }
 _PADDING = ("reflect", "replicate", "circular")
-_MODES: dict[int, tuple[tuple[str, bool | None], ...]] = {
-    1: (("nearest", None), ("linear", False), ("linear", True)),
-    2: (
-        ("nearest", None),
-        ("nearest-exact", None),
-        ("bilinear", False),
-        ("bilinear", True),
-        ("bicubic", False),
-        ("bicubic", True),
-        ("area", None),
-    ),
-    3: (("nearest", None), ("trilinear", False), ("trilinear", True)),
-}
+_SMOOTH = itertools.product(("linear", "bilinear", "trilinear", "bicubic"), (False, True))
+_MODES: Sequence[tuple[str, bool | None]] = (("nearest", None), ("nearest-exact", None), *_SMOOTH, ("area", None))
+"""Ways to resize, with or without aligned corners; torch takes those that fit the number of axes."""
 _LARGEST_EPS = 1e-2
 
 Other = tuple[Kind, str, Edit]
@@ -83,7 +73,7 @@ def _other_ops(question: Question, node: Node) -> Iterator[Other]:
             yield _KINDS_OF_PAIRS.get(pair, "other"), f"{other} instead of {name}", _by_name(other)
     if name in ("max", "min") and isinstance(question.trial.values[node], (tuple, list)):
         for other in ("mean", "min" if name == "max" else "max"):
-            yield "other", f"{other} instead of {name}", _along(other)
+            yield "other", f"{other} instead of {name}", _by_name(other)
     if name in ("layer_norm", "rms_norm"):
         yield from _other_norms(node)
     if "batch_norm" in name:
@@ -98,10 +88,6 @@ def _other_ops(question: Question, node: Node) -> Iterator[Other]:
         yield "other", f"{other} instead of {name}", lambda call: getattr(F, other)(call.args[0], *call.args[1:4])
     if "upsample" in name:
         yield from _resized(question, node)
-
-
-def _along(name: str) -> Edit:
-    return lambda call: in_place_of(call, getattr(torch, name)(*call.args, **call.kwargs))
 
 
 def _by_name(name: str) -> Edit:
@@ -133,13 +119,11 @@ def _convolutions(question: Question, node: Node) -> Iterator[Other]:
         return
     axes, name = tuple(range(2, weight.dim())), question.label(args[1])
     if any(weight.shape[axis] > 1 for axis in axes):
-        yield "permuted", f"the kernel {name} is flipped", _with_weight(lambda w: w.flip(axes))
-    if len(axes) == 2 and weight.shape[2] == weight.shape[3]:
-        text = f"height and width of the kernel {name} are transposed"
-        yield "transposed", text, _with_weight(lambda w: w.transpose(2, 3))
-    if weight.shape[0] == weight.shape[1]:
-        text = f"input and output of the kernel {name} are transposed"
-        yield "transposed", text, _with_weight(lambda w: w.transpose(0, 1))
+        yield "permuted", f"the kernel {name} is flipped", reading({1: weight.flip(axes)})
+    for what, first in (("height and width", 2), ("input and output", 0)):
+        if (first == 0 or len(axes) == 2) and weight.shape[first] == weight.shape[first + 1]:
+            text = f"{what} of the kernel {name} are transposed"
+            yield "transposed", text, reading({1: weight.transpose(first, first + 1)})
     sizes = _each(padding, len(axes))
     if not any(sizes):
         return
@@ -156,10 +140,6 @@ def _convolutions(question: Question, node: Node) -> Iterator[Other]:
 def _each(sizes: int | Sequence[int], number: int) -> list[int]:
     """Return a size for each of some axes, where one may stand for all."""
     return [sizes] * number if isinstance(sizes, int) else list(sizes) * (number // len(sizes))
-
-
-def _with_weight(change: Pointwise) -> Edit:
-    return lambda call: call.target(call.args[0], change(call.args[1]), *call.args[2:], **call.kwargs)
 
 
 def _padded_before(sizes: Sequence[tuple[int, int]], mode: str) -> Edit:
@@ -189,7 +169,7 @@ def _resized(question: Question, node: Node) -> Iterator[Other]:
     if made is None or given is None or given.dim() < 3:
         return
     size = tuple(made.shape[2:])
-    for mode, corners in _MODES.get(len(size), ()):
+    for mode, corners in _MODES:
         corner = "" if corners is None else f", align_corners={corners}"
         text = f"the candidate resizes by {mode}{corner}, the baseline by {op_name(node)}"
         yield "other", text, _interpolated(size, mode, corners)

@@ -22,7 +22,8 @@ _FEW = 64
 _MOST_ABOVE = 32
 """Nodes above one that may be of weights alone."""
 _PARTING = frozenset({"split", "split_with_sizes", "chunk", "tensor_split"})
-_COUNTED = frozenset({"arange", "cumsum"})
+_ARANGE = "arange"
+_COUNTED = frozenset({_ARANGE, "cumsum"})
 BENDING = frozenset({"activation", "softmax", "log_softmax"})
 """Kinds of ops that make other values of each, or of each row: to leave one out is to leave out an activation."""
 PLACING = frozenset({"sin", "cos"})
@@ -86,7 +87,7 @@ def is_taken_apart(question: Question, node: Node) -> bool:
         if one is own:
             return list(one.users)
         views = [user for user in one.users if traits_of(user).kind == "reshape"]
-        return [view for view in views if _shape(view)[-1:] == _shape(one)[-1:]]
+        return [view for view in views if shape_of(view)[-1:] == shape_of(one)[-1:]]
 
     return any(op_name(user) in _PARTING for one in walk([own], following, _NEAR) for user in one.users)
 
@@ -96,7 +97,8 @@ def module_of(node: Node) -> str:
     return next((path for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values())), "")
 
 
-def _shape(node: Node) -> tuple[int, ...]:
+def shape_of(node: Node) -> tuple[int, ...]:
+    """Return the shape of the tensor that a node makes; () where it makes none."""
     return getattr(node.meta.get("val"), "shape", ())
 
 
@@ -124,14 +126,16 @@ def is_of_places(question: Question, node: Node, axes: tuple[int, ...]) -> bool:
     if any("softmax" in op_name(one) for one in below):
         return True
     own = question.in_baseline(source)
-    rank = len(_shape(own))
+    rank = len(shape_of(own))
     return "conv" in op_name(own) and axes == (rank - 2, rank - 1)
 
 
-def is_near_attention(node: Node) -> bool:
-    """Whether attention reads what is made of a node, or the node is made of what comes out of one."""
-    near = (node, *up(node, _NEAR), *down([node], depth=_NEAR))
-    return any(word in op_name(one) for one in near for word in ("softmax", "attention"))
+def heads_or_parts(question: Question, node: Node) -> str:
+    """Return what the axes of a tensor are made of: of heads, where an attention reads or makes it, else of parts."""
+    own = question.in_baseline(node)
+    near = (own, *up(own, _NEAR), *down([own], depth=_NEAR))
+    is_of_attention = any(word in op_name(one) for one in near for word in ("softmax", "attention"))
+    return "heads" if is_of_attention else "parts"
 
 
 def only_hides(question: Question, edited: Collection[Node]) -> bool:
@@ -165,7 +169,7 @@ def are_of_positions(question: Question, edited: Collection[Node], kind: Kind) -
     own = [question.in_baseline(node) for node in edited]
     if kind in _OF_ORDER and all(_is_table_by_positions(question, node) for node in own):
         return True
-    if all(is_counted(question, node) or _counts(there) for node, there in zip(edited, own, strict=True)):
+    if all(is_counted(question, node) or op_name(there) == _ARANGE for node, there in zip(edited, own, strict=True)):
         return True
     return all(is_placed(node, question.weights) or (kind in OF_VALUES and is_of_rotation(node)) for node in own)
 
@@ -182,11 +186,7 @@ def _is_table_by_positions(question: Question, node: Node) -> bool:
 def is_counted_alone(question: Question, node: Node) -> bool:
     """Whether a node is made of positions that are counted, and of stored numbers: distances, times a slope."""
     own = question.in_baseline(node)
-    return counts_alone(own, question.weights) and any(map(_counts, (own, *up(own))))
-
-
-def _counts(node: Node) -> bool:
-    return op_name(node) == "arange"
+    return counts_alone(own, question.weights) and any(op_name(one) == _ARANGE for one in (own, *up(own)))
 
 
 def is_of_rotation(node: Node) -> bool:

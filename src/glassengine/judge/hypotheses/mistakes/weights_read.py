@@ -7,6 +7,7 @@ apart one after the other. Each of the products is wrong then, and none of them 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.judge.hypotheses.mistakes.arguments import base_of, of_another_base
-from glassengine.judge.hypotheses.mistakes.tensor_roles import is_taken_apart
+from glassengine.judge.hypotheses.mistakes.tensor_roles import is_taken_apart, shape_of
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, leaves_of
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import FAILS, Edit, factor_between
@@ -85,9 +86,7 @@ def _words(question: Question, node: Node, found: tuple[Kind, str]) -> tuple[Kin
 def _all_of_theirs(question: Question) -> list[tuple[str, torch.Tensor]]:
     """Return what the candidate's ops read as weights and make of these alone, by the name of the largest weight."""
     values = {name: tensor.detach() for name, tensor in question.their_weights.items()}
-    found = [
-        (name, wide) for name, wide in zip(values, map(_in_float64, values.values()), strict=True) if is_real(wide)
-    ]
+    found = [(name, wide) for name, tensor in values.items() if is_real(wide := _in_float64(tensor))]
     sources = {node for op in question.theirs for node in op.all_input_nodes}
     named = {node: question.held[node.name] for node in sources if node.name in question.held}
     made: dict[Node, Any] = {node: retarget(values[name]) for node, name in named.items() if name in values}
@@ -108,7 +107,7 @@ def _made_of(ops: Sequence[Node], weights: Mapping[Node, str]) -> list[tuple[Nod
     found, made = dict(weights), []
     for op in ops:
         if op.all_input_nodes and all(source in found for source in op.all_input_nodes):
-            found[op] = found[max(op.all_input_nodes, key=_elements)]
+            found[op] = found[max(op.all_input_nodes, key=lambda one: math.prod(shape_of(one)))]
             made.append((op, f"{op_name(op).strip('_')} of {found[op]}"))
     return made
 
@@ -116,11 +115,6 @@ def _made_of(ops: Sequence[Node], weights: Mapping[Node, str]) -> list[tuple[Nod
 def _joins(op: Node) -> bool:
     """Whether an op makes one weight of several; a result of one alone is described as that op."""
     return len(op.all_input_nodes) > 1 and not passes_on(op)
-
-
-def _elements(node: Node) -> int:
-    value = node.meta.get("val")
-    return value.numel() if isinstance(value, torch.Tensor) else 0
 
 
 def _of_model(question: Question) -> dict[str, torch.Tensor]:
@@ -168,30 +162,18 @@ def another_module(question: Question) -> Iterator[Hypothesis]:
         if not all(name.startswith(f"{own}.") for name in names):
             continue
         alike = [other for other in modules - {own} if other + names[0].removeprefix(own) in question.model]
-        for other in sorted(alike, key=lambda other: (-_shared(own, other), other)):
-            edits = _of_names(question, held, [other + name.removeprefix(own) for name in names])
-            what = "layer" if _NUMBER.sub("", other) == _NUMBER.sub("", own) else "module"
-            if edits:
+        around = set(_modules_of(f"{own}."))
+        for other in sorted(alike, key=lambda other: (-len(around.intersection(_modules_of(f"{other}."))), other)):
+            values = [question.model.get(other + name.removeprefix(own)) for name in names]
+            edits = {n: v.detach().double() for n, v in zip(held, values, strict=True) if v is not None}
+            if [v.shape for v in edits.values()] == [question.trial.values[n].shape for n in held]:
+                what = "layer" if _NUMBER.sub("", other) == _NUMBER.sub("", own) else "module"
                 yield Hypothesis("swapped", f"the weights of another {what} are read: of {other}", edits)
 
 
 def _modules_of(name: str) -> list[str]:
     """Return the paths of the modules that a weight is in, the outermost first."""
     return list(itertools.accumulate(name.split(".")[:-1], lambda path, part: f"{path}.{part}"))
-
-
-def _of_names(question: Question, held: Sequence[Node], names: Sequence[str]) -> dict[Node, Edit]:
-    """Return other weights of the model instead of some that are held; nothing where these are no such weights."""
-    values = [question.model.get(name) for name in names]
-    if not all(v is not None and v.shape == question.trial.values[n].shape for v, n in zip(values, held, strict=True)):
-        return {}
-    return {node: value.detach().double() for node, value in zip(held, values, strict=True) if value is not None}
-
-
-def _shared(one: str, other: str) -> int:
-    """Return how many parts two names begin with in common."""
-    pairs = zip(one.split("."), other.split("."), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def relation(
@@ -241,15 +223,17 @@ def relation(
             if ours.shape[a] > 2 and _is_same(rest, start) and not _is_same(rest, first.narrow(a, 0, rest.shape[a])):
                 return "permuted", f"{there} begins one {where} along axis {a}"
     factor = factor_between(ours, theirs)
-    if (dtype := _rounded(ours, theirs)) is not None:
-        return "dtype", f"{there} is rounded to {dtype}"
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        if torch.equal(ours.float().to(dtype).double(), theirs):
+            return "dtype", f"{there} is rounded to {str(dtype).removeprefix('torch.')}"
     if ours.numel() == 1:
         return "scale", f"{there} is {float(theirs):.6g}, not {float(ours):.6g}"
-    if factor and _is_same(ours * factor, theirs, same) and _is_nearer(ours * factor, ours, theirs):
-        return "scale", f"{there} is scaled by {factor:.6g}"
-    offset = float((theirs - ours).mean())
-    if _is_same(ours + offset, theirs, same) and _is_nearer(ours + offset, ours, theirs):
-        return "scale", f"{there} is the baseline's plus {offset:.6g}"
+    offset, allowed = float((theirs - ours).mean()), _MOST_LEFT * float((theirs - ours).norm())
+    changed = {f"scaled by {factor:.6g}": ours * factor, f"the baseline's plus {offset:.6g}": ours + offset}
+    for text, made in changed.items():
+        # A change of the weight explains most of a difference: a factor of 0.99994 need not.
+        if _is_same(made, theirs, same) and float((theirs - made).norm()) <= allowed:
+            return "scale", f"{there} is {text}"
     here, other = base_of(ours), base_of(theirs)
     if here is not None and other is not None:
         return "position", of_another_base(here, other)
@@ -264,11 +248,6 @@ def relation(
         return "other", f"{there} differs in {count} of {ours.numel()} elements ({most})"
     share = float((apart / ours.abs().clamp_min(1e-300)).max())
     return "dtype", f"{there} differs by {share:.2g} of a number at most: it was rounded"
-
-
-def _is_nearer(made: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether a change of the baseline's weight explains most of a difference: a factor of 0.99994 need not."""
-    return float((theirs - made).norm()) <= _MOST_LEFT * float((theirs - ours).norm())
 
 
 def _levels(weight: torch.Tensor) -> int | None:
@@ -288,11 +267,7 @@ def _as_ours(ours: torch.Tensor, theirs: torch.Tensor) -> Iterator[torch.Tensor]
         yield theirs.T
     if theirs.shape != ours.shape and theirs.squeeze().shape == ours.squeeze().shape:
         yield theirs.reshape(ours.shape)
-    yield from _partly(ours, theirs)
-
-
-def _partly(ours: torch.Tensor, theirs: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a table without its first rows, or its last ones, beside those: the port keeps them elsewhere."""
+    # A table without its first rows, or its last ones, beside those: the port keeps them elsewhere.
     missing = [a - b for a, b in zip(ours.shape, theirs.shape, strict=False)]
     differing = [axis for axis, number in enumerate(missing) if number]
     if ours.dim() == theirs.dim() > 1 and len(differing) == 1 and missing[differing[0]] in (1, 2):
@@ -311,13 +286,6 @@ def _is_same(ours: torch.Tensor, theirs: torch.Tensor, same: float = _SAME) -> b
 def _same(question: Question) -> float:
     """Return by how much weights may differ that are the same: as much as the op rounds."""
     return min(_SAME, max(_LEAST_SAME, _ROUNDINGS * question.noise))
-
-
-def _rounded(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
-    """Return the dtype to which a weight was rounded; None where it was not."""
-    dtypes = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
-    found = (dtype for dtype in dtypes if torch.equal(ours.float().to(dtype).double(), theirs))
-    return next((str(dtype).removeprefix("torch.") for dtype in found), None)
 
 
 def packed(question: Question) -> Iterator[Hypothesis]:

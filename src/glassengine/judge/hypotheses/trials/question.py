@@ -16,7 +16,7 @@ from glassengine.judge.hypotheses.trials.trial import FAILS, Trial, real_parts
 from glassengine.judge.pieces import Piece
 from glassengine.numerics.float64 import is_real
 from glassengine.numerics.judgement import unit_roundoff
-from glassengine.numerics.mask_values import sentinel
+from glassengine.numerics.mask_values import HIDDEN, sentinel
 
 _ROUNDINGS = 8.0
 """An explanation may leave so many times what rounding leaves of the right op."""
@@ -28,6 +28,8 @@ _CERTAIN = 4.0
 """A proof leaves no more than so many times what rounding leaves of the right op."""
 _APART = 8.0
 """And the right op is farther from what the candidate made than the explanation by this factor at least."""
+_FAR = 1e3
+"""Values that stand for what is hidden are larger than all others by this factor at least."""
 _SAMPLED = 4096
 """Elements that are looked at before all of them are."""
 _LEAST = 3.0
@@ -118,10 +120,6 @@ class Question:
         """Return a node of the piece as it is in the baseline's whole graph."""
         return self.named.get(node.name, node)
 
-    def users(self, node: Node) -> list[Node]:
-        """Return what reads a node of the piece in the baseline's whole graph."""
-        return list(self.in_baseline(node).users)
-
     def has_all(self, nodes: Sequence[Node]) -> bool:
         """Whether some nodes are ops of the piece, each of which the candidate has as often."""
         ours, theirs = ([op.target for op in ops] for ops in (self.trial.ops, self.theirs))
@@ -131,15 +129,19 @@ class Question:
         """Return how far a value is from what the candidate made, root mean square; infinite across masks."""
         if value is None or is_real(value) != is_real(self.actual):
             return math.inf
-        return _distance(value.double(), self.actual.double(), self.valid)
+        return _distance(value.double(), self.actual.double(), self.valid, self._limit)
 
     def _rounding(self, value: torch.Tensor) -> float:
         """Return how much rounding leaves of a value, root mean square."""
-        return self.noise * max(_size(value, self.valid), self._size_of_right)
+        return self.noise * max(_size(value, self.valid, self._limit), self._size_of_right)
+
+    @cached_property
+    def _limit(self) -> float:
+        return _limit_of(self.right, self.actual)
 
     @cached_property
     def _size_of_right(self) -> float:
-        return _size(self.right, self.valid)
+        return _size(self.right, self.valid, self._limit)
 
     @cached_property
     def of_right(self) -> float:
@@ -155,8 +157,8 @@ class Question:
         if of_right <= _LEAST * rounding or left > _ROUNDINGS * rounding:
             return False  # nothing that rounding does not explain; more than it leaves
         # A mean over many elements does not show one that is not explained.
-        most = max(_largest(self.right, self.actual, self.valid), 4 * _ROUNDINGS * rounding)
-        return _largest(value, self.actual, self.valid) <= 0.25 * most
+        most = max(_largest(self.right, self.actual, self.valid, self._limit), 4 * _ROUNDINGS * rounding)
+        return _largest(value, self.actual, self.valid, self._limit) <= 0.25 * most
 
     def is_apart(self, value: torch.Tensor | None) -> bool:
         """Whether a few elements show already that a value explains nothing, and comes no nearer than the right one.
@@ -168,7 +170,7 @@ class Question:
         where, theirs, right_error, most = self._sample
         if where is None:
             return False
-        error = torch.where(theirs.abs() < sentinel(theirs.dtype), value.flatten()[where] - theirs, 0.0).abs()
+        error = torch.where(theirs.abs() < self._limit, value.flatten()[where] - theirs, 0.0).abs()
         if not float(error.max()) > most:
             return False
         return right_error > 0 and float(error.square().mean().sqrt()) >= right_error
@@ -184,12 +186,12 @@ class Question:
         if self.valid is not None:
             where = where[self.valid.flatten()[where]]
         theirs = self.actual.double().flatten()[where]
-        usable = theirs.abs() < sentinel(theirs.dtype)
+        usable = theirs.abs() < self._limit
         right = torch.where(usable, self.right.double().flatten()[where] - theirs, 0.0)
         if not where.numel() or not bool(right.isfinite().all()):
             return nothing
         rounding = 2 * self._rounding(self.actual)
-        most = 0.25 * max(_largest(self.right, self.actual, self.valid), 4 * _ROUNDINGS * rounding)
+        most = 0.25 * max(_largest(self.right, self.actual, self.valid, self._limit), 4 * _ROUNDINGS * rounding)
         return where, theirs, float(right.square().mean().sqrt()), most
 
     def unexplained(self, value: torch.Tensor) -> float:
@@ -203,7 +205,7 @@ class Question:
         Where nothing is finite, anything that makes no number explains it.
         """
         left = self.left(value)
-        if not bool(_usable(self.actual.double(), self.valid).any()):
+        if not bool(_usable(self.actual.double(), self.valid, self._limit).any()):
             return False
         return left <= _CERTAIN * self._rounding(value) and left * _APART <= self.of_right
 
@@ -224,11 +226,16 @@ class Question:
         for value in (one for one in alone if one is not None and one.shape == self.actual.shape):
             chance = 1.0
             for start in (0, 1):
-                near, far = (_of_every_other(one, self.actual, self.valid, start) for one in (both, value))
+                near, far = (self._left_of_every_other(one, start) for one in (both, value))
                 chance *= max(near, rounding) / far if far else math.inf
             if not chance * num_tried * _APART <= 1:
                 return False
         return True
+
+    def _left_of_every_other(self, value: torch.Tensor, start: int) -> float:
+        mask = None if self.valid is None or self.valid.shape != self.actual.shape else self.valid.flatten()[start::2]
+        one, other = (each.double().flatten()[start::2] for each in (value, self.actual))
+        return _distance(one, other, mask, self._limit)
 
     def differs(self, value: torch.Tensor | None) -> bool:
         """Whether a value is another one than the right one: by more than rounding, or by what the candidate shows.
@@ -239,7 +246,7 @@ class Question:
         if value is None or value.shape != self.right.shape:
             return True
         rounding = self._rounding(value)
-        if _distance(value.double(), self.right.double(), self.valid) > _ROUNDINGS * rounding:
+        if _distance(value.double(), self.right.double(), self.valid, self._limit) > _ROUNDINGS * rounding:
             return True
         return self.of_right > rounding and self.left(value) * _NEARER < self.of_right
 
@@ -249,12 +256,13 @@ def noise_of(piece: Piece, right: torch.Tensor, actual: torch.Tensor) -> float:
     if not actual.is_floating_point():
         return 0.0
     least = unit_roundoff(actual.dtype)
-    size = _size(right, None)
+    limit = _limit_of(right, actual)
+    size = _size(right, None, limit)
     try:
         (made,) = map(real_parts, piece.run())
     except FAILS:
         return 4 * least
-    error = _distance(made.double(), right.double(), None) if made.shape == right.shape else 0.0
+    error = _distance(made.double(), right.double(), None, limit) if made.shape == right.shape else 0.0
     return max(least, error / size) if size and error < math.inf else least
 
 
@@ -263,14 +271,30 @@ def broadcasts_alike(one: Sequence[int], other: Sequence[int]) -> bool:
     return len(one) == len(other) and all(a == b or 1 in (a, b) for a, b in zip(one, other, strict=True))
 
 
-def _usable(value: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    keep = value.abs() < sentinel(value.dtype)
+def _limit_of(right: torch.Tensor, actual: torch.Tensor) -> float:
+    """Return from which size on values stand for what is hidden: beside -1e9 no score counts, nor does an error of one.
+
+    Both have such values in the same places, far beyond all others.
+    """
+    beyond, low = sentinel(torch.float64), -math.inf
+    if is_real(right) and is_real(actual) and right.shape == actual.shape and right.numel():
+        low = float(right.min()) / 2
+    if not -beyond < 2 * low <= HIDDEN:
+        return beyond
+    hidden = right <= low
+    others = right[~hidden].abs()
+    is_fill = int(hidden.sum()) > 1 and torch.equal(hidden, actual <= low)
+    return -low if is_fill and others.numel() and float(others.max()) * _FAR <= -low else beyond
+
+
+def _usable(value: torch.Tensor, valid: torch.Tensor | None, limit: float) -> torch.Tensor:
+    keep = value.abs() < limit
     return keep if valid is None or valid.shape != value.shape else keep & valid
 
 
-def _distance(a: torch.Tensor, b: torch.Tensor, valid: torch.Tensor | None) -> float:
+def _distance(a: torch.Tensor, b: torch.Tensor, valid: torch.Tensor | None, limit: float) -> float:
     """Return the root mean square of the difference; infinite where shapes, masked or undefined elements differ."""
-    if a.shape != b.shape or not torch.equal(ours := _usable(a, valid), _usable(b, valid)):
+    if a.shape != b.shape or not torch.equal(ours := _usable(a, valid, limit), _usable(b, valid, limit)):
         return math.inf
     if not bool(ours.all()):
         rest = ~ours if valid is None or valid.shape != a.shape else ~ours & valid
@@ -284,47 +308,39 @@ def _mean(error: torch.Tensor) -> float:
     return float(error.square().mean().sqrt()) if error.numel() else 0.0
 
 
-def _of_every_other(a: torch.Tensor, b: torch.Tensor, valid: torch.Tensor | None, start: int) -> float:
-    mask = None if valid is None or valid.shape != b.shape else valid.flatten()[start::2]
-    return _distance(a.double().flatten()[start::2], b.double().flatten()[start::2], mask)
-
-
-def _largest(a: torch.Tensor, b: torch.Tensor, valid: torch.Tensor | None) -> float:
+def _largest(a: torch.Tensor, b: torch.Tensor, valid: torch.Tensor | None, limit: float) -> float:
     if a.shape != b.shape:
         return math.inf
     a, b = a.double(), b.double()
-    error = torch.where(_usable(a, valid) & _usable(b, valid), a - b, 0.0).abs()
+    error = torch.where(_usable(a, valid, limit) & _usable(b, valid, limit), a - b, 0.0).abs()
     return float(error.max()) if error.numel() else 0.0
 
 
-def _size(value: torch.Tensor, valid: torch.Tensor | None) -> float:
+def _size(value: torch.Tensor, valid: torch.Tensor | None, limit: float) -> float:
     wide = value.double()
-    return _mean(torch.where(_usable(wide, valid), wide, 0.0))
+    return _mean(torch.where(_usable(wide, valid, limit), wide, 0.0))
 
 
 def in_its_dtype(piece: Piece, actual: torch.Tensor) -> torch.Tensor | None:
     """Return what a piece makes in the dtype of the model, where it casts to a finer one; None where it does not."""
-    own = actual.dtype
-    if not own.is_floating_point or unit_roundoff(own) <= unit_roundoff(torch.float32):
+    own, is_cast = actual.dtype, any(torch.float32 in (*op.args, *op.kwargs.values()) for op in piece.ops)
+    if not is_cast or not own.is_floating_point or unit_roundoff(own) <= unit_roundoff(torch.float32):
         return None
-    values: dict[Node, Any] = {}
-    is_cast = False
 
     def coarse(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.to(own) if is_real(value) else value
         return own if value in (torch.float32, torch.float64) else value
 
+    graph = piece.module.graph
+    values: dict[Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), piece.arguments(), strict=True))
     try:
-        values.update(zip(piece.module.graph.find_nodes(op="placeholder"), piece.arguments(), strict=True))
         for op in piece.ops:
             args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), values.__getitem__)
-            is_cast = is_cast or torch.float32 in (*args, *kwargs.values())
             called: Any = op.target
             args, kwargs = pytree.tree_map(coarse, (args, kwargs))
             values[op] = pytree.tree_map(coarse, called(*args, **kwargs))
-        (end,) = piece.module.graph.output_node().all_input_nodes
     except FAILS:
         return None
-    made = values[end]
-    return made.double() if is_cast and isinstance(made, torch.Tensor) else None
+    made = values[graph.output_node().all_input_nodes[0]]
+    return made.double() if isinstance(made, torch.Tensor) else None

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.errors import BackendError
 from glassengine.judge.pieces import Piece
+from glassengine.judge.site_pairs import down
 from glassengine.numerics.float64 import in_double, is_real, retarget, retargeted, target_of
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
@@ -96,18 +97,17 @@ class TrialCall:
         """All arguments, those in lists one by one."""
         return pytree.tree_leaves((self.args, self.kwargs))
 
-    def rerun(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the op makes of other arguments."""
-        return self.target(*args, **kwargs)
-
 
 Edit = Callable[[TrialCall], Any] | torch.Tensor
 """What a node makes instead: a tensor, or a function of its call."""
 
 
 def edited(call: TrialCall, edit: Edit) -> Any:
-    """Return what a node makes by an edit."""
-    return edit if isinstance(edit, torch.Tensor) else edit(call)
+    """Return what a node makes by an edit; of several results a tensor is the first, and the others stay."""
+    made = edit if isinstance(edit, torch.Tensor) else edit(call)
+    if isinstance(made, (tuple, list)) == isinstance(call.value, (tuple, list)):
+        return made
+    return made[0] if isinstance(made, (tuple, list)) else (made, *call.value[1:])
 
 
 class Trial:
@@ -131,9 +131,9 @@ class Trial:
             self.values[node] = retarget(tensor)
         for node in self.ops:
             self.values[node] = self._call(node, self.values).value
-        self._below = _below(self.ops, self.inputs)
         self._order = {node: place for place, node in enumerate([*self.inputs, *self.ops])}
-        self._cost = {node: _cost(node, self.values) for node in [*self.inputs, *self.ops]}
+        self._below = {node: set(down([node], self._order)) for node in self._order}
+        self._cost = {node: _cost(node, self.values) for node in self._order}
         self._made_by: dict[Node, Edit] = {}
         self.budget = Budget() if budget is None else budget
 
@@ -201,35 +201,9 @@ class Trial:
         if node not in self._called:
             self._called[node] = in_double(node, target_of(node)), *retargeted((node.args, dict(node.kwargs)))
         target, args, kwargs = self._called[node]
-        args = tuple([_given(item, values) for item in args])
-        kwargs = {name: _given(item, values) for name, item in kwargs.items()}
+        args, kwargs = torch.fx.node.map_arg((args, kwargs), lambda source: retargeted(values[source]))
         value = values[node] if is_known else target(*args, **kwargs)
-        return TrialCall(node, target, args, kwargs, value)
-
-
-def _below(ops: list[Node], inputs: list[Node]) -> dict[Node, set[Node]]:
-    below: dict[Node, set[Node]] = {node: set() for node in [*inputs, *ops]}
-    for node in reversed([*inputs, *ops]):
-        for user in node.users:
-            if user in below:
-                below[node] |= {user} | below[user]
-    return below
-
-
-def _given(item: Any, values: Mapping[Node, Any]) -> Any:
-    """Return what an argument of a node is in float64, given what the nodes make."""
-    if isinstance(item, Node):
-        value = values[item]
-        is_wide = isinstance(value, torch.Tensor) and value.dtype is torch.float64
-        return value if is_wide else retargeted(value)
-    if not isinstance(item, (tuple, list, dict, slice)) or _is_plain(item):
-        return item
-    return retargeted(torch.fx.node.map_arg(item, values.__getitem__))
-
-
-def _is_plain(item: Any) -> bool:
-    """Whether a list is of numbers only, as sizes and axes are."""
-    return isinstance(item, (tuple, list)) and all(type(one) is int for one in item)
+        return TrialCall(node, target, args, dict(kwargs), value)
 
 
 def _cost(node: Node, values: Mapping[Node, Any]) -> float:
