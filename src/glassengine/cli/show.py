@@ -135,8 +135,7 @@ def _print_tree(opened: Any, rows: list[Any], left_out: list[Any], *, num_steps:
         out.print(f"incomplete: {printable(str(opened.incomplete_because))}")
     if not rows and not left_out:
         out.print("no tensors")
-    all_rows = [terminal_show.ShownRow(_as_shown(entry), found) for entry, found in rows]
-    all_rows += [terminal_show.ShownRow(_as_shown(item)) for item in left_out]
+    all_rows = [(_as_shown(entry), found) for entry, found in rows] + [(_as_shown(item), None) for item in left_out]
     out.print(terminal_show.tree(all_rows, _modules(opened.metadata.get("modules"))))
     num_shards = sum(entry.sharding is not None for entry, _ in rows)
     if num_shards:

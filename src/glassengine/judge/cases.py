@@ -242,10 +242,6 @@ def causal_cases(model: LoadedModel, inputs: Inputs, steps: int) -> list[Case]:
     return _by_token(model, [replace(case, origin=origin, recipes=recipes) for case in cases])
 
 
-_BY_BASELINE = "tokenized by the baseline"
-_RANDOM = "random token ids: the baseline has no tokenizer"
-
-
 def _by_token(model: LoadedModel, cases: Sequence[Case]) -> list[Case]:
     """Let the prompts of a recurrent model run a token a step."""
     if not model.generation.one_token:
@@ -294,10 +290,10 @@ def _prompt_ids(model: LoadedModel, inputs: str | None, vocabulary: int) -> tupl
             f"{model.spec} has no tokenizer for the prompts of {inputs}", hint="--inputs ids.json with input_ids"
         )
     if tokenizer is not None:
-        return [torch.tensor(row) for row in encode(tokenizer, texts)], _BY_BASELINE
+        return [torch.tensor(row) for row in encode(tokenizer, texts)], "tokenized by the baseline"
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(0, min(vocabulary, 1 << 31), (size,), generator=generator) for size in (12, 7)]
-    return rows, _RANDOM
+    return rows, "random token ids: the baseline has no tokenizer"
 
 
 def tokenizer_of(directory: str | None) -> Any:

@@ -245,22 +245,13 @@ class EndToEnd:
         if name in theirs:
             return name, "name"
         names = results_of(self.program)
-        left = {one: ours[one] if one in ours else self._fake(one) for one in names if one not in theirs}
+        missing = {one: self.program.output_nodes[one] for one in names if one not in theirs}
+        left = {n: ours[n] if n in ours else self.program.node(made).meta.get("val") for n, made in missing.items()}
         unpaired = {one: made for one, made in theirs.items() if one not in names}
         if unpaired and not self._other_names.keys() & left.keys():
             self._other_names |= by_value(left, unpaired)
         found = self._other_names.get(name)
         return (found, "position") if found in unpaired else (None, "")
-
-    def _is_logits(self, names: Sequence[str], value: torch.Tensor) -> bool:
-        """Whether a result scores the tokens of a vocabulary: by the name that either side has for it, or by size."""
-        size = self.program.metadata.get("vocab_size")
-        is_named = any(name.rpartition(".")[2] == "logits" for name in names)
-        return value.is_floating_point() and value.dim() > 1 and (is_named or value.shape[-1] == size)
-
-    def _fake(self, name: str) -> object:
-        """The result of the baseline as its program knows it."""
-        return self.program.node(self.program.output_nodes[name]).meta.get("val")
 
     def _add(
         self,
@@ -278,7 +269,10 @@ class EndToEnd:
     ) -> None:
         judgement, exempt = judged
         own, method = (self.called or {}).get(name, (own, method))
-        figures = result_figures(baseline, value, valid, are_logits=self._is_logits((name, own), baseline))
+        is_named = any(one.rpartition(".")[2] == "logits" for one in (name, own))
+        scores = baseline.is_floating_point() and baseline.dim() > 1
+        scores = scores and (is_named or baseline.shape[-1] == self.program.metadata.get("vocab_size"))
+        figures = result_figures(baseline, value, valid, are_logits=scores)
         self._sums.setdefault(name, DriftSums()).add(baseline, value, valid)
         made = ResultComparison(
             name=name,

@@ -86,11 +86,8 @@ def clone(tensor: torch.Tensor) -> torch.Tensor:
     """Return a detached copy with the same strides: compilers are given the layout as it was."""
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     # One that overlaps itself (an expanded one) cannot be written element by element.
-    return tensor.detach().clone() if _overlaps(tensor) else copy.copy_(tensor.detach())
-
-
-def _overlaps(tensor: torch.Tensor) -> bool:
-    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    overlaps = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.detach().clone() if overlaps else copy.copy_(tensor.detach())
 
 
 def cut(outputs: Sequence[Node], values: Mapping[str, Any], known: Collection[str]) -> Piece | None:
@@ -177,7 +174,10 @@ def smallest_failing(graph: Graph, values: Mapping[str, Any], fails: Fails) -> P
     First the end and then the beginning of the graph are cut off by bisection, then what is left is thinned out: about
     2 log2(n) trials for n operators, most of them of small pieces.
     """
-    return _Search(values, fails).smallest([node for node in graph.nodes if _is_computed(node, values)])
+    # A number is written in, and random values are taken as they were drawn.
+    are_values = (n for n in graph.nodes if not isinstance(values.get(n.name), (int, float, bool, type(None))))
+    nodes = [n for n in are_values if n.op == "call_function" and not traits_of(n).is_random]
+    return _Search(values, fails).smallest(nodes)
 
 
 class _Search:
@@ -231,12 +231,6 @@ def piece_of(nodes: Iterable[Node], values: Mapping[str, Any]) -> Piece | None:
     order = {node: index for index, node in enumerate(outputs[0].graph.nodes)}
     outputs.sort(key=order.__getitem__)
     return cut(outputs, values, values.keys() - {node.name for node in inside})
-
-
-def _is_computed(node: Node, values: Mapping[str, Any]) -> bool:
-    """Whether a piece may compute `node`: a number is written in, and random values are taken as they were drawn."""
-    is_value = not isinstance(values.get(node.name), (int, float, bool, type(None)))
-    return node.op == "call_function" and is_value and not traits_of(node).is_random
 
 
 class NodeRecorder(Interpreter):

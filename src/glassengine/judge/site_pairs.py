@@ -63,15 +63,14 @@ class SitePair:
 def pair_sites(baseline: Program, candidate: Program) -> tuple[list[SitePair], list[Site], list[Site]]:
     """Return (pairs, op sites only in the baseline, op sites only in the candidate), in graph order."""
     left, right = _by_call(baseline), _by_call(candidate)
-    nodes = ({n.name: n for n in baseline.graph.nodes}, {n.name: n for n in candidate.graph.nodes})
+    nodes = baseline.nodes, candidate.nodes
     by_node: dict[str, SitePair] = {}
     for call, ours in left.items():
-        theirs = right.get(call, [])
-        for a, b in _align(ours, theirs, nodes):
+        for a, b in _align(ours, right.get(call, []), nodes):
             method = "name+fingerprint" if a.fingerprint == b.fingerprint else "name"
             by_node[a.name] = SitePair(a, b, method, difference(nodes[0][a.node], nodes[1][b.node]))
-    _pair_outputs(baseline, candidate, nodes, by_node)
-    _pair_by_consumer(baseline, candidate, nodes, by_node)
+    _pair_outputs(baseline, candidate, by_node)
+    _pair_by_consumer(baseline, candidate, by_node)
     taken = {pair.candidate.name for pair in by_node.values()}
     ops = [site for site in baseline.sites if site.kind == "op"]
     pairs = [by_node[site.name] for site in ops if site.name in by_node]
@@ -80,9 +79,7 @@ def pair_sites(baseline: Program, candidate: Program) -> tuple[list[SitePair], l
     return pairs, only_left, only_right
 
 
-def _pair_outputs(
-    baseline: Program, candidate: Program, nodes: tuple[dict[str, Node], dict[str, Node]], pairs: dict[str, SitePair]
-) -> None:
+def _pair_outputs(baseline: Program, candidate: Program, pairs: dict[str, SitePair]) -> None:
     """An op behind the last one of a result (a clamp, say) is what that result has become."""
     for name, node in baseline.output_nodes.items():
         ours, theirs = baseline.sites.op_of(node), candidate.sites.op_of(candidate.output_nodes.get(name))
@@ -90,15 +87,13 @@ def _pair_outputs(
             continue
         known = pairs.get(ours.name)
         if known is None or known.candidate.name != theirs.name:
-            how = difference(nodes[0][ours.node], nodes[1][theirs.node])
+            how = difference(baseline.node(ours.node), candidate.node(theirs.node))
             pairs[ours.name] = SitePair(ours, theirs, "output", how)
 
 
-def _pair_by_consumer(
-    baseline: Program, candidate: Program, nodes: tuple[dict[str, Node], dict[str, Node]], pairs: dict[str, SitePair]
-) -> None:
+def _pair_by_consumer(baseline: Program, candidate: Program, pairs: dict[str, SitePair]) -> None:
     """Pair what is left over with what feeds the same argument of a counterpart, last ops first."""
-    counterpart = {pair.baseline.node: nodes[1][pair.candidate.node] for pair in pairs.values()}
+    counterpart = {pair.baseline.node: candidate.node(pair.candidate.node) for pair in pairs.values()}
     taken = {pair.candidate.node for pair in pairs.values()}
     for node in reversed(baseline.graph.nodes):
         ours = baseline.sites.op_of(node.name)
@@ -112,8 +107,8 @@ def _pair_by_consumer(
             is_alike = theirs is not None and traits_of(theirs).is_arbitrary == traits_of(node).is_arbitrary
             site = candidate.sites.op_of(theirs.name) if theirs is not None and is_alike else None
             if site is not None and site.node not in taken and _kind(site)[1:] == _kind(ours)[1:]:
-                pairs[ours.name] = SitePair(ours, site, "consumer", difference(node, nodes[1][site.node]))
-                counterpart[node.name] = nodes[1][site.node]
+                counterpart[node.name] = there = candidate.node(site.node)
+                pairs[ours.name] = SitePair(ours, site, "consumer", difference(node, there))
                 taken.add(site.node)
                 break
 
@@ -220,7 +215,11 @@ def paired_results(baseline: Program, candidate: Program) -> dict[str, str]:
 
     Caches go together by name alone, and the rest in order only where both sides have as many left.
     """
-    left, right = _read_by_others(baseline), _read_by_others(candidate)
+    # What a program remembers for its next step is no result.
+    left, right = (
+        {name: node for name, node in program.output_nodes.items() if not name.startswith(STATE)}
+        for program in (baseline, candidate)
+    )
     paired = {node: right[name] for name, node in left.items() if name in right}
     ours = [node for name, node in left.items() if name not in right and name not in baseline.caches.values()]
     theirs = [node for name, node in right.items() if name not in left and name not in candidate.caches.values()]
@@ -292,11 +291,6 @@ def by_value(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, st
 
 def _shape(value: torch.Tensor) -> tuple[Any, ...]:
     return tuple(value.shape)
-
-
-def _read_by_others(program: Program) -> dict[str, str]:
-    """Return the results of a program without what it remembers for its next step."""
-    return {name: node for name, node in program.output_nodes.items() if not name.startswith(STATE)}
 
 
 def ports(program: Program) -> dict[str, str]:
@@ -500,10 +494,10 @@ def sibling_of(node: Node, counterparts: Mapping[str, str], theirs: Mapping[str,
     return None
 
 
-def reads_the_same(
+def reads_counterparts(
     ours: Node, theirs: Node, counterparts: Mapping[str, str], names: tuple[Mapping[str, str], Mapping[str, str]]
 ) -> bool:
-    """Whether two nodes call one op on counterparts; weights count as such.
+    """Whether two nodes read counterparts, with any results; weights count as such.
 
     Args:
         ours: Of the baseline.
@@ -511,13 +505,6 @@ def reads_the_same(
         counterparts: Node -> counterpart.
         names: Placeholder -> input, of both programs.
     """
-    return ours.target == theirs.target and reads_counterparts(ours, theirs, counterparts, names)
-
-
-def reads_counterparts(
-    ours: Node, theirs: Node, counterparts: Mapping[str, str], names: tuple[Mapping[str, str], Mapping[str, str]]
-) -> bool:
-    """Whether two nodes read counterparts, with any results; for the arguments see `reads_the_same`."""
     operands = operands_of(ours), operands_of(theirs)
     if len(operands[0]) != len(operands[1]):
         return False

@@ -82,7 +82,10 @@ def _tensor(result: Comparison, site: str, pairs: Sequence[Pair]) -> Iterator[st
         yield f"  {_place(pair)}: {pair.verdict}, judged by {words.judged_by(pair.judged_by)}, paired by {pair.method}"
         yield from (f"    {line}" for line in _numbers(pair))
         if pair.inherited:
-            yield f"    passed on: {_from_where(result, pair)}"
+            # Of the same level and step, it may have its error of these.
+            near = [one.site for one in result.origins if one.level == pair.level and one.step <= pair.step]
+            names = ", ".join(dict.fromkeys(near[:3]))
+            yield f"    passed on: its inputs carried the error in{f', made by {names}' if names else ''}"
     if len(worst) > _MAX_PAIRS:
         yield f"  and {len(worst) - _MAX_PAIRS} more cases and steps, none worse"
     for origin in origins:
@@ -107,13 +110,6 @@ def _numbers(pair: Pair) -> Iterator[str]:
         yield f"{found.num_nonfinite_mismatch} elements are finite on one side only"
     if pair.reason:
         yield f"decided by: {pair.reason}"
-
-
-def _from_where(result: Comparison, pair: Pair) -> str:
-    """Return the origins of the same level and step, of which this tensor may have its error."""
-    origins = [origin for origin in result.origins if origin.level == pair.level and origin.step <= pair.step]
-    names = ", ".join(dict.fromkeys(origin.site for origin in origins[:3]))
-    return f"its inputs carried the error in, made by {names}" if names else "its inputs carried the error in"
 
 
 def _origin(origin: Divergence) -> Iterator[str]:

@@ -34,9 +34,7 @@ def worst_of(result: Comparison) -> dict[str, Pair]:
     """Return the worst pair of each site of the baseline, in order of execution."""
     worst: dict[str, Pair] = {}
     for pair in result.pairs:
-        known = worst.setdefault(pair.site, pair)
-        if _badness(pair) > _badness(known):
-            worst[pair.site] = pair
+        worst[pair.site] = max(worst.get(pair.site, pair), pair, key=_badness)
     return worst
 
 
@@ -260,10 +258,9 @@ def drawn(result: Comparison) -> Any:
         raise UsageError("the package PIL is missing", hint="pip install 'glassengine[images]'") from error
     image = Image.new("RGB", SIZE, "#ffffff")
     draw = ImageDraw.Draw(image)
-    head = headline(result)
     draw.rectangle((0, 0, SIZE[0], 16), fill=COLORS["rounding" if result.ok else "wrong"])
     top = 60
-    lines = [(_LARGE, f"{head.mark}: {head.why}")]
+    lines = [(_LARGE, f"{'ok' if result.ok else 'NOT OK'}: {headline(result).why}")]
     lines += [(_SMALL, result_line(found)) for found in results_shown(result)[:1]]
     lines.append((_SMALL, f"{result.baseline} (baseline), {result.candidate} (candidate)"))
     for size, text in lines:

@@ -17,7 +17,7 @@ from typing import Literal
 from glassengine.errors import GlassError
 from glassengine.reading.files import is_regular, read_text
 from glassengine.report.words import pair_of, size
-from glassengine.results import FLAGGED, VERDICTS, Comparison, Divergence, Hint, Pair, Standing, worst
+from glassengine.results import FLAGGED, VERDICTS, Comparison, Divergence, Hint, Pair, worst
 from glassengine.results.sentences import codes_apart
 from glassengine.results.without_tensors import Invariance, RolloutComparison
 from glassengine.sites import parts_of_line
@@ -38,22 +38,10 @@ RULES: dict[str, str] = {
     "over-budget": "The signal-to-noise ratio is below what was asked for.",
     "too-little-judged": "Too few tensors could be judged to say that both sides agree.",
 }
-"""Rule -> what it says."""
+"""Rule -> what it says; a standing is its own rule, but for `differs inside`."""
 
-_RULE_OF: dict[Standing, str] = {
-    "prompt differs": "prompt-differs",
-    "results differ": "results-differ",
-    "differs inside": "wrong",
-    "token changes": "token-changes",
-    "weights differ": "weights-differ",
-    "over budget": "over-budget",
-    "too little judged": "too-little-judged",
-}
-
-_BY_OPS: frozenset[Standing] = frozenset(
-    {"ok", "prompt differs", "results differ", "differs inside", "token changes", "weights differ"}
-)
-"""Where a wrong op is why a comparison is not ok, or shows why."""
+_BESIDE_OPS = ("over budget", "too little judged")
+"""Standings of which a wrong op is neither the reason nor a sign."""
 
 
 @dataclass(frozen=True)
@@ -153,12 +141,6 @@ class ReportFinding:
         is_same = self.candidate.code == self.baseline.code and self.candidate.is_statement
         return is_same and not any(hint.line for hint in self.hints[:1])
 
-    @property
-    def is_lacking(self) -> bool:
-        """Whether the candidate's own program is proven to lack what a line of the baseline does."""
-        first, origin = next(iter(self.hints), None), self.divergence
-        return first is not None and first.proven and origin is not None and origin.level == "candidate"
-
 
 def findings(result: Comparison) -> list[ReportFinding]:
     """Return all findings, errors first, in order of execution.
@@ -171,24 +153,25 @@ def findings(result: Comparison) -> list[ReportFinding]:
         origins.insert(0, first)
     origins = _once(result, origins)
     # Where that was asked for, and nothing is wrong, it is the suspicious that make it fail.
-    told = _of_prompt(result)
+    prompts = () if result.prompt is None else result.prompt.wrong
+    told = [ReportFinding("prompt-differs", "error", None, f"{one.part}: {one.cause}: {one.detail}") for one in prompts]
     least = VERDICTS.index("wrong" if told else worst(origin.verdict for origin in origins))
-    decides = not result.ok and result.standing in _BY_OPS
-    pairs = _pairs_of(result, origins)
+    decides = not result.ok and result.standing not in _BESIDE_OPS
+    # There may be many of both.
+    pairs: dict[tuple[str | None, int, str], list[Pair]] = {_key(origin): [] for origin in origins}
+    for pair in result.pairs if pairs else ():
+        if (there := pairs.get(_key(pair))) is not None:
+            there.append(pair)
     found = told + [
-        _of_origin(origin, pairs.get(_key(origin), ()), decides and VERDICTS.index(origin.verdict) >= least)
+        _of_origin(origin, pairs[_key(origin)], decides and VERDICTS.index(origin.verdict) >= least)
         for origin in origins
     ]
     if not result.ok and not any(finding.level == "error" for finding in found):
-        rule = _RULE_OF.get(result.standing, "wrong")
+        own = result.standing.replace(" ", "-")
+        rule = own if own in RULES else "wrong"
         text = result.not_ok_because or RULES[rule]
         found.append(ReportFinding(rule, "error", None if first is None else first.site, text))
     return sorted(found, key=lambda finding: finding.level != "error")
-
-
-def _of_prompt(result: Comparison) -> list[ReportFinding]:
-    wrong = () if result.prompt is None else result.prompt.wrong
-    return [ReportFinding("prompt-differs", "error", None, f"{one.part}: {one.cause}: {one.detail}") for one in wrong]
 
 
 def _once(result: Comparison, origins: Sequence[Divergence]) -> list[Divergence]:
@@ -210,15 +193,6 @@ def _place(levels: Sequence[str], origin: Divergence) -> int:
 
 def _key(place: Pair | Divergence) -> tuple[str | None, int, str]:
     return place.level, place.step, place.site
-
-
-def _pairs_of(result: Comparison, origins: Sequence[Divergence]) -> dict[tuple[str | None, int, str], list[Pair]]:
-    """Return the pairs of each origin; there may be many of both."""
-    pairs: dict[tuple[str | None, int, str], list[Pair]] = {_key(origin): [] for origin in origins}
-    for pair in result.pairs if pairs else ():
-        if (there := pairs.get(_key(pair))) is not None:
-            there.append(pair)
-    return pairs
 
 
 def _of_origin(origin: Divergence, pairs: Sequence[Pair], fails: bool) -> ReportFinding:
@@ -281,7 +255,9 @@ def next_step(result: Comparison, command: Sequence[str]) -> str:
         is_pair = both is not None and SequenceMatcher(None, *both).ratio() >= _ALIKE
         how = "" if both is None or not is_pair else f" (`{both[1]}`, in the baseline `{both[0]}`)"
         return f"change {found.candidate.place}{how}, then {again}"
-    if found is not None and found.is_lacking and found.baseline is not None:
+    is_proven = found is not None and any(hint.proven for hint in found.hints[:1])
+    if is_proven and found is not None and found.baseline and origin is not None and origin.level == "candidate":
+        # The candidate's own program lacks what this line does.
         return f"do in the candidate what {found.baseline.place} does: {found.baseline.code}, then {again}"
     if command[:1] == ["check"]:
         return f"{again} --reproduction reproduction"

@@ -149,11 +149,11 @@ def _compared(result: Comparison, pair: Pair | None) -> Head:
         result.ok,
         top.is_flagged,
         sources=_sources(found),
-        hint=_hint(found),
+        hint=tuple(words.hint_lines(found.hints[0])) if found is not None and found.hints else (),
         lines=tuple(lines),
         baseline=result.baseline,
         candidate=result.candidate,
-        tables=filled(*_first_tables(result), *facts_tables(result.environment), *tables_of(result)),
+        tables=filled(*_tables(result)),
         notes=(*result.notes, *words.side_notes(result)),
     )
 
@@ -168,12 +168,6 @@ def markdown(head: Head, made: str) -> str:
         lines += [f"  `{one.code}`"] if one.code else []
     lines += [f"- {what}: {text}" for what, text in (*head.hint, *head.lines)]
     return "\n".join(map(printable, [*lines, "", *([made] if made else [])]))
-
-
-def _hint(found: Divergence | None) -> tuple[tuple[str, str], ...]:
-    if found is None or not found.hints:
-        return ()
-    return tuple(words.hint_lines(found.hints[0]))
 
 
 def _sentence(result: Comparison, found: Divergence) -> str:
@@ -224,8 +218,8 @@ def _source(side: str, source: str | None, site: str) -> PageSource:
     return PageSource(side, place, code)
 
 
-def _first_tables(result: Comparison) -> Iterator[PageTable]:
-    """Yield results, comparisons and other origins."""
+def _tables(result: Comparison) -> Iterator[PageTable]:
+    """Yield the tables of a comparison; those of which it has nothing are empty."""
     about = (
         "What the model returns, end to end, in each comparison; of a language model also how many next tokens change."
     )
@@ -242,6 +236,41 @@ def _first_tables(result: Comparison) -> Iterator[PageTable]:
     about = "Every other op that makes an error of its own."
     columns = ("step", "compared", "site", "verdict", "where", "source", "hint")
     yield table("Other origins", about, columns, _origins(result), is_open=True)
+    yield from facts_tables(result.environment)
+    inputs = [
+        (case.case, str(used.step), used.origin, words.input_line(used), used.recipe)
+        for case in result.inputs
+        for used in case.inputs
+    ]
+    columns = ("case", "step", "origin", "input", "how it was made")
+    yield table("Inputs", "What all sides ran on, and whether it was made up.", columns, inputs)
+    if result.prompt is not None:
+        columns = ("part", "cause", "level", "detail", "text", "baseline", "candidate")
+        causes = [_prompt(one) for one in result.prompt.findings]
+        what = "Tokens, templates and settings of both sides, tried before the first operation."
+        yield table("Prompt", what, columns, causes, is_open=bool(result.prompt.wrong))
+    judged = [(words.level(one.level), words.judged(one)) for one in result.granularity]
+    what = "Which share of the tensors was judged op by op, in regions of a few ops, or by the results."
+    yield table("How closely it was judged", what, ("compared", "judged"), judged)
+    if result.weights is not None and result.weights.different:
+        ways = [(text,) for text in (*result.weights.how, *result.weights.different)]
+        what = f"{len(result.weights.different)} of {result.weights.compared} differ by more than rounding."
+        yield table("Weights", what, ("weight",), ways)
+    different = [
+        (words.level(o.level), o.site, o.candidate_site, o.difference, o.verdict) for o in result.written_differently
+    ]
+    columns = ("compared", "baseline", "candidate", "difference", "verdict")
+    yield table("Written differently", "The same op with other arguments.", columns, different)
+    columns = ("kind", "site", "SNR dB", "cosine", "made there dB", "share of the loss")
+    yield table("Drift", "Where a less precise candidate loses its signal.", columns, list(map(_drift, result.drift)))
+    if result.quantization is not None:
+        weights = [_weight(one) for one in result.quantization.weights]
+        columns = ("weight", "verdict", "SNR dB", "steps, rms", "hint")
+        yield table("Quantization", "What quantization did to each weight, alone.", columns, weights)
+    counted = Counter((item.side, item.reason) for item in result.skipped)
+    reasons = [(f"{count:,}", side, reason) for (side, reason), count in counted.most_common()]
+    what = "What was left out, by reason. Nothing is left out in silence."
+    yield table("Not compared", what, ("tensors", "side", "reason"), reasons)
 
 
 def shaped(dtype: str, shape: Sequence[int]) -> str:
@@ -276,10 +305,8 @@ def _origins(result: Comparison) -> list[tuple[Cell, ...]]:
     found: list[tuple[Cell, ...]] = []
     for one in others:
         hint = one.hints[0].in_words() if one.hints else ""
-        chip = Chip(one.verdict, one.verdict)
-        found.append(
-            (str(one.step), words.level(one.level or ""), one.site, chip, one.where or "", one.source or "", hint)
-        )
+        place = str(one.step), words.level(one.level or ""), one.site
+        found.append((*place, _chip(one), one.where or "", one.source or "", hint))
     return found
 
 
@@ -308,25 +335,8 @@ def replay_head(result: Replayed, comparison: Comparison | None = None, pair: Pa
     lines.append(("snapshot", result.snapshot))
     recorded_with = f" with {result.recorded_backend}" if result.recorded_backend else ""
     about = "The smallest piece of the graph that fails alone."
-    ops = [
-        (op.op, op.node, op.module.removesuffix(".") or "(root)", op.source or "") for op in (cut.ops if cut else ())
-    ]
+    ops = [(op.op, op.node, op.module.removesuffix(".") or "(root)", op.source or "") for op in cut.ops] if cut else []
     broken = table("Ops that break", about, ("op", "node", "module", "source"), ops, is_open=True)
-    return Head(
-        sentence,
-        result.ok,
-        sources=sources,
-        hint=inner.hint,
-        lines=(*lines, *inner.lines),
-        baseline=f"{result.executable}, execution {result.execution}, as recorded{recorded_with}",
-        candidate=f"the same execution, run again on {result.backend}",
-        tables=(*filled(broken, outputs_table(result)), *inner.tables),
-        notes=(*result.notes, *inner.notes),
-    )
-
-
-def outputs_table(result: Replayed) -> PageTable:
-    """Return the outputs of a replay, those that differ first."""
     what = "What the snapshot gave when it was run again, against what was recorded."
     columns = ("output", "tensor", "as recorded", "largest difference", "not finite")
     bits = {None: Chip("none", "not recorded"), True: Chip("identical", "same bits")}
@@ -340,7 +350,18 @@ def outputs_table(result: Replayed) -> PageTable:
         )
         for one in sorted(result.outputs, key=lambda one: one.same_bits is not False)
     ]
-    return table("Outputs", what, columns, rows, is_open=True)
+    outputs = table("Outputs", what, columns, rows, is_open=True)
+    return Head(
+        sentence,
+        result.ok,
+        sources=sources,
+        hint=inner.hint,
+        lines=(*lines, *inner.lines),
+        baseline=f"{result.executable}, execution {result.execution}, as recorded{recorded_with}",
+        candidate=f"the same execution, run again on {result.backend}",
+        tables=(*filled(broken, outputs), *inner.tables),
+        notes=(*result.notes, *inner.notes),
+    )
 
 
 def facts_tables(environment: Mapping[str, Any]) -> tuple[PageTable, PageTable]:
@@ -434,44 +455,6 @@ class PageTable(NamedTuple):
 def filled(*tables: PageTable) -> tuple[PageTable, ...]:
     """Return the tables that have rows."""
     return tuple(one for one in tables if one.rows)
-
-
-def tables_of(result: Comparison) -> Iterator[PageTable]:
-    """Yield the tables of a comparison; those of which it has nothing are empty."""
-    inputs = [
-        (case.case, str(used.step), used.origin, words.input_line(used), used.recipe)
-        for case in result.inputs
-        for used in case.inputs
-    ]
-    columns: tuple[str, ...] = ("case", "step", "origin", "input", "how it was made")
-    yield table("Inputs", "What all sides ran on, and whether it was made up.", columns, inputs)
-    if result.prompt is not None:
-        columns = ("part", "cause", "level", "detail", "text", "baseline", "candidate")
-        causes = [_prompt(one) for one in result.prompt.findings]
-        what = "Tokens, templates and settings of both sides, tried before the first operation."
-        yield table("Prompt", what, columns, causes, is_open=bool(result.prompt.wrong))
-    judged = [(words.level(one.level), words.judged(one)) for one in result.granularity]
-    what = "Which share of the tensors was judged op by op, in regions of a few ops, or by the results."
-    yield table("How closely it was judged", what, ("compared", "judged"), judged)
-    if result.weights is not None and result.weights.different:
-        ways = [(text,) for text in (*result.weights.how, *result.weights.different)]
-        what = f"{len(result.weights.different)} of {result.weights.compared} differ by more than rounding."
-        yield table("Weights", what, ("weight",), ways)
-    different = [
-        (words.level(o.level), o.site, o.candidate_site, o.difference, o.verdict) for o in result.written_differently
-    ]
-    columns = ("compared", "baseline", "candidate", "difference", "verdict")
-    yield table("Written differently", "The same op with other arguments.", columns, different)
-    columns = ("kind", "site", "SNR dB", "cosine", "made there dB", "share of the loss")
-    yield table("Drift", "Where a less precise candidate loses its signal.", columns, list(map(_drift, result.drift)))
-    if result.quantization is not None:
-        weights = [_weight(one) for one in result.quantization.weights]
-        columns = ("weight", "verdict", "SNR dB", "steps, rms", "hint")
-        yield table("Quantization", "What quantization did to each weight, alone.", columns, weights)
-    counted = Counter((item.side, item.reason) for item in result.skipped)
-    reasons = [(f"{count:,}", side, reason) for (side, reason), count in counted.most_common()]
-    what = "What was left out, by reason. Nothing is left out in silence."
-    yield table("Not compared", what, ("tensors", "side", "reason"), reasons)
 
 
 _OF_LEVEL = {"wrong": "wrong", "limit": "suspicious", "note": "none"}

@@ -168,8 +168,7 @@ def _physical(line: SourceLine, root: Path) -> dict[str, Any] | None:
 
 def _file(side: str, root: Path) -> dict[str, Any] | None:
     """Return the place of a side that was named as a file or `file.py:factory`."""
-    path = _inside(Path(_FACTORY.sub("", side)), root)
-    return None if path is None else {"artifactLocation": {"uri": path, "uriBaseId": _ROOT}, "region": {"startLine": 1}}
+    return _physical(SourceLine(_FACTORY.sub("", side), 1, ""), root)
 
 
 def _inside(path: Path, root: Path) -> str | None:

@@ -30,8 +30,8 @@ VERDICT_STYLES = {"identical": "green", "rounding": "green", "suspicious": "yell
 _GAP = "  "
 _LABEL = re.compile(r" *[a-z]+ {2,}|(?:compared|together) | {2}(?:baseline|candidate) | +")
 _LEAST = 8
-_WORDS = {"", "verdict", "close", "equal", "site", "tensor", "note", "candidate", "first divergence"}
-_FOLDED = ("site", "note", "candidate", "first divergence")
+_FOLDED = ("site", "note", "candidate", "first divergence", "snapshot", "input", "output")
+_WORDS = {*_FOLDED, "", "verdict", "close", "equal", "tensor", "kind", "module", "span", "change"}
 
 
 class Table(RichTable):
@@ -61,9 +61,13 @@ class Table(RichTable):
             super().add_row(*(Text(_plain(cell), cell.style if isinstance(cell, Text) else "") for cell in cells))
         return super().__rich_console__(console, options)
 
-    def _leave_out(self, width: int) -> None:
+    def _texts(self) -> tuple[list[str], list[tuple[str, ...]]]:
+        """Return the heads of the columns, and a text for each of them in each row."""
         names = [str(column.header) for column in self.columns]
-        rows = (tuple(map(_plain, cells)) + ("",) * (len(names) - len(cells)) for cells in self._cells)
+        return names, [tuple(map(_plain, cells)) + ("",) * (len(names) - len(cells)) for cells in self._cells]
+
+    def _leave_out(self, width: int) -> None:
+        names, rows = self._texts()
         sizes = [[max(map(_width, text.split("\n"))) for text in row] for row in (names, *rows)]
         while self._first and sum(map(max, zip(*sizes, strict=True))) + len(_GAP) * (len(names) - 1) > width:
             name, *self._first = self._first
@@ -76,8 +80,7 @@ class Table(RichTable):
             column._index = at
 
     def _lines(self, console: Console, width: int) -> Iterator[Segment]:
-        names = [str(column.header) for column in self.columns]
-        rows = [tuple(map(_plain, cells)) + ("",) * (len(names) - len(cells)) for cells in self._cells]
+        names, rows = self._texts()
         columns = zip(names, *rows, strict=True)
         widths = [max(map(len if "".join(texts).isascii() else _width, texts)) for texts in columns]
         _fit(widths, self.columns, width)

@@ -22,15 +22,7 @@ from glassengine.report.head import replay_head
 from glassengine.report.table import MOST_ROWS, VERDICT_STYLES, Screen, height, mark, new_table
 from glassengine.report.terminal_without_tensors import document, prompt, terminal_table
 from glassengine.report.without_tensors import rollout_tables
-from glassengine.report.words import (
-    cost_line,
-    exempt,
-    input_line,
-    judged,
-    result_line,
-    step_of,
-)
-from glassengine.results import Comparison, Divergence, DriftRow, Hint, Pair, Quantization, QuantizedWeight
+from glassengine.results import Comparison, Divergence, DriftRow, Hint, Pair, Quantization
 from glassengine.results.sentences import named_mistake, parts_of_source, place_of, short
 
 if TYPE_CHECKING:
@@ -187,7 +179,7 @@ def _written_differently(result: Comparison) -> Iterator[Text]:
 def _divergence(result: Comparison, found: Divergence) -> Iterator[Text]:
     yield Text(f"first divergence: {found.site}", style="bold")
     if found.level is not None:
-        yield Text(f"  in       {words.level(found.level)}, {step_of(result, found)}: {found.verdict}")
+        yield Text(f"  in       {words.level(found.level)}, {words.step_of(result, found)}: {found.verdict}")
     if found.where:
         yield Text(f"  where    {found.where}: {found.name_of_all}")
     yield from lines_of(found)
@@ -276,8 +268,8 @@ def _given(result: Comparison) -> Iterator[Text]:
         yield Text(f"tokens   {words.rollout_tokens(result.rollout)}")
     yield from (Text(f"note     {note}", style="yellow") for note in result.notes[:_MAX_NOTES])
     if result.granularity:
-        left_out = exempt(result.exemptions)
-        yield Text(f"judged   {judged(result.granularity[0])}{f'; not counted: {left_out}' if left_out else ''}")
+        left_out = words.exempt(result.exemptions)
+        yield Text(f"judged   {words.judged(result.granularity[0])}{f'; not counted: {left_out}' if left_out else ''}")
 
 
 def _prompt(result: Comparison) -> Iterator[Text]:
@@ -297,11 +289,11 @@ def _results(result: Comparison) -> Iterator[Text]:
     order = words.results_shown(result)
     told = []
     if result.quantization is not None:  # of a file whose engine is judged on the weights that it has
-        told.append(cost_line(result.quantization, result.results))
+        told.append(words.cost_line(result.quantization, result.results))
         order = [found for found in order if found.judged_by != "signal"]
     own = "the engine on the file's weights: " if told else ""
     gap = f"; {words.gap(result.rollout)}" if result.rollout is not None else ""
-    told += [own + result_line(found) + gap for found in order[:_MAX_RESULTS]]
+    told += [own + words.result_line(found) + gap for found in order[:_MAX_RESULTS]]
     yield from (Text(f"{'results' if number == 0 else '':8} {line}") for number, line in enumerate(told))
     if len(order) > _MAX_RESULTS:
         rest = order[_MAX_RESULTS:]
@@ -317,7 +309,7 @@ def _inputs(result: Comparison) -> Iterator[Text]:
         return
     first = [used for used in cases[0].inputs if used.step == 0]
     origins = Counter(used.origin for case in cases for used in case.inputs)
-    parts = [input_line(used) for used in first[:_MAX_INPUTS]]
+    parts = [words.input_line(used) for used in first[:_MAX_INPUTS]]
     if len(first) > _MAX_INPUTS:
         parts.append(f"and {len(first) - _MAX_INPUTS} more")
     steps = sum(case.num_steps for case in cases)
@@ -338,27 +330,24 @@ def drift_table(rows: Sequence[DriftRow], room: int) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     results = [row for row in rows if row.kind == "result"]
     inner = [row for row in rows if row.kind != "result"]
-    room = max(room, _LEAST_DRIFT_ROWS) - len(results)
-    shown = sorted(range(len(inner)), key=lambda at: -(inner[at].share or 0.0))[: max(room, 1)]
-    for at in sorted(shown):
-        _add_drift(table, inner[at])
-    if len(inner) > len(shown):
-        left = sum(row.share or 0.0 for at, row in enumerate(inner) if at not in shown)
-        table.add_row(f"... and {len(inner) - len(shown)} more (--json has all)", "", "", "", f"{left:.1%}")
-    for row in results:
-        _add_drift(table, row)
+    most = max(max(room, _LEAST_DRIFT_ROWS) - len(results), 1)
+    shown = sorted(range(len(inner)), key=lambda at: -(inner[at].share or 0.0))[:most]
+    cells = [_drift(inner[at]) for at in sorted(shown)]
+    if len(inner) > most:
+        rest = sum(row.share or 0.0 for at, row in enumerate(inner) if at not in shown)
+        cells.append((f"... and {len(inner) - most} more (--json has all)", "", "", "", f"{rest:.1%}"))
+    for texts in (*cells, *map(_drift, results)):
+        table.add_row(*texts)
     return table
 
 
-def _add_drift(table: Table, row: DriftRow) -> None:
+def _drift(row: DriftRow) -> tuple[str, ...]:
     share = "" if row.share is None else f"{row.share:.1%}"
-    table.add_row(row.site, _decibels(row.snr_db), f"{row.cosine_similarity:.6f}", _decibels(row.introduced_db), share)
+    return row.site, _decibels(row.snr_db), f"{row.cosine_similarity:.6f}", _decibels(row.introduced_db), share
 
 
 def _decibels(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.1f}" if math.isfinite(value) else "exact" if value > 0 else "-inf"
+    return "" if value is None else "exact" if value == math.inf else f"{value:.1f}"
 
 
 def replayed(result: Replayed) -> RenderableType:
@@ -376,8 +365,18 @@ def _quantization(result: Comparison, found: Quantization, console: Console, opt
     head = mark(result.ok)
     head.append(f": {result.not_ok_because or 'every difference is explained by the quantization'}")
     head.append(f"\nbaseline {result.baseline}, candidate {result.candidate} ({found.method})")
-    total = [*_quantization_total(found), *(Text(f"note     {note}", style="yellow") for note in result.notes)]
-    tail = _quantization_mistakes(result)
+    total = [Text(f"results  {found.logits_snr_db:.1f} dB at {found.num_tokens} positions")]
+    if found.kl is not None and found.token_agreement is not None:
+        total[0].append(f"; same next token in {found.token_agreement:.1%}")
+        alone = sum(weight.kl or 0.0 for weight in found.weights)
+        total.append(Text(f"KL {found.kl:.2g} nats; that of each weight alone adds up to {alone:.2g}"))
+    total += [Text(f"note     {note}", style="yellow") for note in result.notes]
+    tail = []
+    for origin in result.origins[:_MAX_MISTAKES]:
+        text = "; ".join(hint.text for hint in origin.hints)
+        tail.append(Text(f"{origin.site.removesuffix(':param')}: {text}", style=VERDICT_STYLES[origin.verdict]))
+    if len(result.origins) > _MAX_MISTAKES:
+        tail.append(Text(f"... and {len(result.origins) - _MAX_MISTAKES} more (--json has all)"))
     if result.skipped:
         tail.append(Text(f"not judged: {len(result.skipped)} weights that only one side has (--json has all)"))
     # The table has its head of two lines, a rule, an empty line at both ends, and a line for what is not shown.
@@ -393,17 +392,20 @@ def weights_table(found: Quantization, rows: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     # Mistakes first, then what costs most.
     order = sorted(found.weights, key=lambda weight: weight.verdict in ("identical", "rounding"))
-    prefix = _prefix([weight.name for weight in order[:rows]])
+    paths = [weight.name.split(".")[:-1] for weight in order[:rows]]
+    shared = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    prefix = "".join(f"{parts[0]}." for parts in shared) if len(paths) > 1 else ""
+    names = [weight.name.removeprefix(prefix).removesuffix(".weight") for weight in order]
     # A long name takes several rows of a terminal of 80 columns.
-    needed = itertools.accumulate(math.ceil(len(_weight_name(weight, prefix)) / _NAME) for weight in order)
+    needed = itertools.accumulate(math.ceil(len(name) / _NAME) for name in names)
     shown = order[: max(1, sum(total <= rows for total in needed))]
     table.add_column(f"weight, of\n{prefix}" if prefix else "weight", overflow="fold")
-    for name in ("\nshare", "KL\nalone", "weight\ndB", "output\ndB", "times\nrounding"):
-        table.add_column(name, justify="right", no_wrap=True)
+    for title in ("\nshare", "KL\nalone", "weight\ndB", "output\ndB", "times\nrounding"):
+        table.add_column(title, justify="right", no_wrap=True)
     table.add_column("\ndifference", no_wrap=True)
-    for weight in shown:
+    for name, weight in zip(names, shown, strict=False):
         table.add_row(
-            _weight_name(weight, prefix),
+            name,
             f"{weight.share:.1%}",
             _decimal(weight.kl, ".2g"),
             _decimal(weight.snr_db, ".1f"),
@@ -421,39 +423,5 @@ def weights_table(found: Quantization, rows: int) -> Table:
     return table
 
 
-def _prefix(names: list[str]) -> str:
-    """Return the path that all names begin with, dot included."""
-    paths = [name.split(".")[:-1] for name in names]
-    shared = list(itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
-    return "".join(f"{parts[0]}." for parts in shared) if len(names) > 1 else ""
-
-
-def _weight_name(weight: QuantizedWeight, prefix: str) -> str:
-    return weight.name.removeprefix(prefix).removesuffix(".weight")
-
-
-def _quantization_mistakes(result: Comparison) -> list[Text]:
-    lines = []
-    for origin in result.origins[:_MAX_MISTAKES]:
-        text = "; ".join(hint.text for hint in origin.hints)
-        lines.append(Text(f"{origin.site.removesuffix(':param')}: {text}", style=VERDICT_STYLES[origin.verdict]))
-    if len(result.origins) > _MAX_MISTAKES:
-        lines.append(Text(f"... and {len(result.origins) - _MAX_MISTAKES} more (--json has all)"))
-    return lines
-
-
-def _quantization_total(found: Quantization) -> list[Text]:
-    text = f"results  {_decimal(found.logits_snr_db, '.1f')} dB at {found.num_tokens} positions"
-    if found.kl is None or found.token_agreement is None:
-        return [Text(text)]
-    alone = sum(weight.kl or 0.0 for weight in found.weights)
-    return [
-        Text(f"{text}; same next token in {found.token_agreement:.1%}"),
-        Text(f"KL {found.kl:.2g} nats; that of each weight alone adds up to {alone:.2g}"),
-    ]
-
-
 def _decimal(value: float | None, form: str) -> str:
-    if value is None:
-        return "-"
-    return format(value, form) if math.isfinite(value) else "inf" if value > 0 else "-inf"
+    return "-" if value is None else format(value, form)

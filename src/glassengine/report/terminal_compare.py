@@ -58,7 +58,9 @@ def comparison(result: Comparison, command: Sequence[str] = ()) -> RenderableTyp
     if shown:
         parts += [_pairs(shown), *_remarks(shown)]
     if len(listed) > len(shown):
-        rest = Counter(_by_verdict(listed))
+        rest = Counter[str]()
+        for (verdict, _, _), count in tally_of(listed).items():
+            rest[verdict] += count
         rest.subtract(pair.verdict for pair in shown)
         counted = ", ".join(f"{rest[name]} {name}" for name in reversed(VERDICTS) if rest[name])
         # The counts stand above, too.
@@ -69,13 +71,6 @@ def comparison(result: Comparison, command: Sequence[str] = ()) -> RenderableTyp
             parts += [Text(), _statistics(pair, pair.baseline, pair.candidate)]
             spare.append(parts[-1])
     return Screen(*parts, *notes(result), spare=[] if is_whole else [part for part in spare if part in parts])
-
-
-def _by_verdict(pairs: Sequence[Pair]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for (verdict, _, _), count in tally_of(pairs).items():
-        counts[verdict] = counts.get(verdict, 0) + count
-    return counts
 
 
 def recording(rows: Iterable[tuple[int, int, str, Summary]], *, complete: bool, reason: str | None) -> RenderableType:
@@ -119,16 +114,13 @@ def _divergence(result: Comparison) -> Iterator[Text]:
         yield Text(f"  node     {found.node}")
     yield from lines_of(found)
     if pair is not None and pair.figures is not None and pair.figures.worst_index is not None:
-        yield Text(f"  worst    {_worst(pair.figures)}")
+        found_most = f"{pair.figures.num_beyond_tolerance} of {pair.figures.num_elements} elements beyond tolerance"
+        at = list(pair.figures.worst_index)
+        yield Text(f"  worst    {at}: {words.both_values(pair.figures)}; {found_most}")
     elif pair is not None and pair.reason:
         yield Text(f"  reason   {pair.reason}")
     for hint in found.hints[1 if result.calibration else 0 : _MAX_HINTS]:
         yield from (Text(f"  {what:8} {text}") for what, text in words.hint_lines(hint))
-
-
-def _worst(figures: Figures) -> str:
-    beyond = f"{figures.num_beyond_tolerance} of {figures.num_elements} elements beyond tolerance"
-    return f"{list(figures.worst_index or ())}: {words.both_values(figures)}; {beyond}"
 
 
 def _pairs(pairs: Sequence[Pair]) -> Table:
@@ -140,12 +132,8 @@ def _pairs(pairs: Sequence[Pair]) -> Table:
         figures = pair.figures
         numbers = ["-"] * 4
         if figures is not None:
-            numbers = [
-                number(figures.max_abs_diff),
-                number(figures.max_rel_diff),
-                f"{figures.snr_db:.1f}",
-                str(figures.num_beyond_tolerance),
-            ]
+            sizes = number(figures.max_abs_diff), number(figures.max_rel_diff), f"{figures.snr_db:.1f}"
+            numbers = [*sizes, str(figures.num_beyond_tolerance)]
         verdict = Text(pair.verdict, style=VERDICT_STYLES[pair.verdict])
         site = f"{pair.site} (rank {pair.rank})" if pair.rank else pair.site
         table.add_row(verdict, *_passed(figures), str(pair.step), Text(site), *numbers)
@@ -184,13 +172,13 @@ def _statistics(pair: Pair, baseline: Summary, candidate: Summary) -> Renderable
     return Screen(Text(title), table)
 
 
-def _cells(found: Summary) -> Iterator[str]:
-    yield f"{found.dtype}[{','.join(map(str, found.shape))}]"
-    for name in _STATISTICS:
-        value = getattr(found, name)
-        yield "-" if value is None else number(value)
-    yield str(found.num_nan)
-    yield str(found.num_inf)
+def _cells(found: Summary) -> list[str]:
+    return [f"{found.dtype}[{','.join(map(str, found.shape))}]", *statistics(found, _STATISTICS)]
+
+
+def statistics(found: Summary, names: Sequence[str]) -> list[str]:
+    """Return the named statistics, and how many elements are NaN and infinite, as cells."""
+    return [*(number(getattr(found, name)) for name in names), str(found.num_nan), str(found.num_inf)]
 
 
 def notes(result: Comparison) -> Iterator[Text]:
@@ -214,9 +202,9 @@ def notes(result: Comparison) -> Iterator[Text]:
         yield Text(f"  ... and {len(groups) - _MAX_REASONS} more reasons (--json has all)")
 
 
-def number(value: float) -> str:
+def number(value: float | None) -> str:
     """Return `value` with four digits, the way tables print numbers; JSON has all digits."""
-    return f"{value:.4g}"
+    return "-" if value is None else f"{value:.4g}"
 
 
 def comparisons(result: Comparisons) -> RenderableType:

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from glassengine.reading.files import printable
 from glassengine.recording.layout.layout import Entry, LeftOut
 from glassengine.recording.series import MEASURED, NONFINITE, UNMEASURED
 from glassengine.report.table import new_table
-from glassengine.report.terminal_compare import number
+from glassengine.report.terminal_compare import number, statistics
 from glassengine.results import Summary
 from glassengine.sites import ROOT
 
@@ -33,6 +32,7 @@ Array = np.typing.NDArray[Any]
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 60
+"""Characters of the bars of a series."""
 MOST_SERIES = 60
 _MOST_EVENTS = 20
 # A series over more than this factor is drawn by its logarithms.
@@ -42,12 +42,8 @@ _OUTSIDE = "(outside of modules)"
 _TREE_STATISTICS = ("min", "mean", "max", "std")
 
 
-@dataclass(frozen=True)
-class ShownRow:
-    """One tensor: its entry and statistics, or what is known of one whose values were left out."""
-
-    tensor: Entry | LeftOut
-    summary: Summary | None = None
+ShownRow = tuple[Entry | LeftOut, Summary | None]
+"""One tensor: its entry and statistics, or what is known of one whose values were left out."""
 
 
 def tree(rows: Iterable[ShownRow], modules: Mapping[str, str]) -> RenderableType:
@@ -60,13 +56,13 @@ def tree(rows: Iterable[ShownRow], modules: Mapping[str, str]) -> RenderableType
     parts: list[RenderableType] = []
     tables: dict[tuple[int, int], list[ShownRow]] = {}
     for row in rows:
-        tables.setdefault((row.tensor.step, row.tensor.rank), []).append(row)
+        tables.setdefault((row[0].step, row[0].rank), []).append(row)
     for (step, rank), members in tables.items():
         parts.append(Text(f"step {step}" + (f", rank {rank}" if rank else ""), style="bold"))
         table = new_table("site", "tensor", *_TREE_STATISTICS, "NaN", "Inf", "note")
         shown: set[str] = set()
-        for row in sorted_by_module(members, modules):
-            path, rest = split(row.tensor.site, modules)
+        for tensor, summary in sorted_by_module(members, modules):
+            path, rest = split(tensor.site, modules)
             # A module that is shown has those around it above it.
             for module in () if path in shown else _chain(path):
                 if module not in shown:
@@ -74,7 +70,7 @@ def tree(rows: Iterable[ShownRow], modules: Mapping[str, str]) -> RenderableType
                     name = module.rpartition(".")[2] if module != ROOT else ROOT
                     kind = modules.get(module.partition("@")[0], "")
                     table.add_row(Text("  " * _depth(module) + f"{name} {kind}".rstrip(), style="bold"))
-            table.add_row("  " * (_depth(path) + 1) + (rest or ":out"), *_row_cells(row))
+            table.add_row("  " * (_depth(path) + 1) + (rest or ":out"), *_row_cells(tensor, summary))
         parts += [table, Text()]
     return Group(*parts[:-1])
 
@@ -116,8 +112,8 @@ def sorted_by_module(rows: list[ShownRow], modules: Mapping[str, str]) -> list[S
     order: dict[str, int] = {path: position for position, path in enumerate(modules)}
     places: dict[str, list[int]] = {}
     keys: list[tuple[list[int], int]] = []
-    for row in rows:
-        path, rest = split(row.tensor.site, modules)
+    for tensor, _ in rows:
+        path, rest = split(tensor.site, modules)
         place = places.get(path)
         if place is None:
             place = places[path] = [order.setdefault(module, len(order)) for module in _chain(path)]
@@ -140,36 +136,25 @@ def _depth(path: str) -> int:
     return 0 if _is_root(path) else path.count(".") + 1
 
 
-def _row_cells(row: ShownRow) -> list[str]:
-    tensor = row.tensor
+def _row_cells(tensor: Entry | LeftOut, summary: Summary | None) -> list[str]:
     if isinstance(tensor, Entry):
-        found = row.summary
-        if found is None:
-            return [tensor.describe()]
-        numbers = [getattr(found, name) for name in _TREE_STATISTICS]
-        return [
-            tensor.describe(),
-            *("-" if value is None else number(value) for value in numbers),
-            str(found.num_nan),
-            str(found.num_inf),
-        ]
+        numbers = [] if summary is None else statistics(summary, _TREE_STATISTICS)
+        return [tensor.describe(), *numbers]
     shape = "" if tensor.shape is None else f"[{','.join(map(str, tensor.shape))}]"
     light = tensor.statistics
     cells = ["-"] * 6
     if light is not None:
-        low, high = ("-" if value is None else number(value) for value in (light.min, light.max))
         nonfinite = f"{light.num_nonfinite} not finite" if light.num_nonfinite else "0"
-        cells = [low, "-", high, "-", nonfinite, "-"]
+        cells = [number(light.min), "-", number(light.max), "-", nonfinite, "-"]
     return [f"{tensor.dtype or ''}{shape}", *cells, tensor.reason]
 
 
-def plot(reader: SeriesReader, chosen: Chosen, *, width: int = WIDTH) -> RenderableType:
+def plot(reader: SeriesReader, chosen: Chosen) -> RenderableType:
     """Return a line for each series: name, bars from the first step to the last, smallest, largest and last number.
 
     Args:
         reader: Has been read to its end.
-        chosen: What is drawn; of more than 60 series the first 60.
-        width: Characters of the bars; each shows the largest number of its steps.
+        chosen: What is drawn; of more than 60 series the first 60. A bar shows the largest number of its steps.
     """
     steps = chosen.steps
     told = f"steps {steps[0]} to {steps[-1]}, {len(steps)} of them" if len(steps) else "no steps"
@@ -178,7 +163,7 @@ def plot(reader: SeriesReader, chosen: Chosen, *, width: int = WIDTH) -> Rendera
         states, values = chosen.states[:, at], chosen.values[:, at]
         there = values[states == MEASURED]
         numbers = [f"{number:.4g}" for number in (there.min(), there.max(), there[-1])] if there.size else ["-"] * 3
-        table.add_row(printable(name), bars(states, values, width), *numbers)
+        table.add_row(printable(name), bars(states, values, WIDTH), *numbers)
     parts: list[RenderableType] = [Text(told), table]
     if len(chosen.names) > MOST_SERIES:
         parts.append(Text(f"{len(chosen.names) - MOST_SERIES} more series; choose with PATTERN"))
@@ -224,18 +209,12 @@ def bars(states: Array, values: Array, width: int) -> str:
 
 def snapshot_list(listed: Sequence[ListedSnapshot]) -> RenderableType:
     """Return a line for each snapshot of a directory."""
-    table = new_table("site", "reason", "contents", "bytes", "note")
-    table.columns[0].header = Text("snapshot")
+    table = new_table("snapshot", "reason", "contents", "bytes", "note")
     for item in listed:
         note = item.problem or item.origin or ""
         style = "" if item.problem is None and item.reason == "every" else "red"
-        table.add_row(
-            Text(item.directory),
-            Text(item.reason, style=style),
-            ", ".join(item.contents),
-            f"{item.num_bytes:,}",
-            Text(note),
-        )
+        reason, contents = Text(item.reason, style=style), ", ".join(item.contents)
+        table.add_row(item.directory, reason, contents, f"{item.num_bytes:,}", note)
     return table
 
 
@@ -256,27 +235,23 @@ def snapshot_content(snapshot: Snapshot, *, statistics: bool) -> RenderableType:
     if meta.get("error"):
         parts.append(Text(str(meta["error"]).strip().splitlines()[-1], style="bold red"))
     parts += [Text(), _tensor_table(snapshot, snapshot.inputs, "input", statistics)]
-    if snapshot.outputs is None:
-        parts += [Text(), Text("no outputs were kept")]
-    else:
-        parts += [Text(), _tensor_table(snapshot, snapshot.outputs, "output", statistics)]
-    return Group(*parts)
+    outputs = snapshot.outputs
+    kept = "no outputs were kept" if outputs is None else _tensor_table(snapshot, outputs, "output", statistics)
+    return Group(*parts, Text(), kept)
 
 
 def _tensor_table(snapshot: Snapshot, entries: Sequence[SnapshotEntry], title: str, statistics: bool) -> RenderableType:
     figures = ("min", "mean", "max", "NaN", "Inf") if statistics else ()
-    table = new_table("site", "kind", "tensor", "device", *figures, "note")
-    table.columns[0].header = Text(title)
-    table.columns[1].justify = "left"
+    table = new_table(title, "kind", "tensor", "device", *figures, "note")
     for entry in entries:
         cells: list[str] = []
         if statistics:
             found = snapshot.statistics(entry)
             values = [] if found is None else [found.get(name) for name in ("min", "mean", "max", "num_nan", "num_inf")]
             cells = ["" if value is None else number(value) for value in values] or [""] * len(figures)
-        notes = [word for word, there in (("overwritten by the run", entry.is_mutated),) if there]
+        notes = ["overwritten by the run"] if entry.is_mutated else []
         notes += [f"left out: {entry.left_out}"] if entry.left_out else []
-        table.add_row(Text(entry.name), entry.kind, Text(entry.describe()), entry.device, *cells, ", ".join(notes))
+        table.add_row(entry.name, entry.kind, entry.describe(), entry.device, *cells, ", ".join(notes))
     return table
 
 
@@ -330,7 +305,6 @@ def _paths(document: Mapping[str, Any], earlier: Mapping[str, Any] | None, rows:
     before = inclusive(earlier["paths"]) if earlier else {}
     everything = sum(entry["own_us"] for entry in document["paths"].values()) or 1.0
     table = new_table("module", "calls", "total ms", "share", "own ms", *(["before", "ratio"] if earlier else []))
-    table.columns[0].justify = "left"
     shown = sorted(totals, key=lambda path: -totals[path])[:rows]
     for path in sorted(shown, key=lambda path: (path == _OUTSIDE, path != ROOT, _natural(path))):
         entry = document["paths"].get(path, {"calls": 0, "own_us": 0.0})
@@ -348,7 +322,6 @@ def _paths(document: Mapping[str, Any], earlier: Mapping[str, Any] | None, rows:
 
 def _flame(document: Mapping[str, Any], rows: int) -> RenderableType:
     table = new_table("span", "count", "total ms", "own ms", "")
-    table.columns[0].justify = table.columns[4].justify = "left"
     everything = sum(entry["total_us"] for entry in document["flame"].values()) or 1.0
     entries = list(_walk(document["flame"], 0))
     limit = sorted((entry["total_us"] for _, _, entry in entries), reverse=True)[:rows][-1] if entries else 0.0

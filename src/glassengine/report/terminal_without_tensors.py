@@ -42,30 +42,25 @@ _UNITS = {
 
 def prompt(result: PromptComparison) -> RenderableType:
     """Return the one screen: the first cause, what was compared, and each cause with an example."""
-    return Screen(*_prompt_lines(result))
-
-
-def _prompt_lines(result: PromptComparison) -> Iterator[Text]:
-    head = mark(result.ok)
-    head.append(f": {result.in_words()}")
-    yield head
-    engines = result.engines
-    yield Text(f"baseline {result.baseline} ({engines[0]}), candidate {result.candidate} ({engines[1]})")
+    own, other = result.engines
     numbers = ", ".join(f"{number} {_UNITS[part]}" for part, number in result.compared.items())
-    yield Text(f"compared {numbers or 'nothing'}")
-    for part, reason in result.skipped.items():
-        yield Text(f"not compared: {_UNITS[part]}: {reason}", style="dim")
+    lines = [
+        mark(result.ok).append(f": {result.in_words()}"),
+        Text(f"baseline {result.baseline} ({own}), candidate {result.candidate} ({other})"),
+        Text(f"compared {numbers or 'nothing'}"),
+    ]
+    lines += [Text(f"not compared: {_UNITS[part]}: {why}", style="dim") for part, why in result.skipped.items()]
     for finding in result.findings[:_MOST]:
-        yield from _finding(finding)
+        lines += _finding(finding)
     if len(result.findings) > _MOST:
-        yield Text(f"... and {len(result.findings) - _MOST} more (--json has all)")
+        lines.append(Text(f"... and {len(result.findings) - _MOST} more (--json has all)"))
+    return Screen(*lines)
 
 
 def _finding(one: PromptFinding) -> Iterator[Text]:
     yield Text("")
-    line = Text(f"{one.level}", style=_LEVEL_STYLES[one.level])
-    line.append(f"  {one.part}: {one.cause}: {one.detail}", style="default")
-    yield line
+    line = Text(one.level, style=_LEVEL_STYLES[one.level])
+    yield line.append(f"  {one.part}: {one.cause}: {one.detail}", style="default")
     if one.deviates is not None:
         yield Text(f"  the {one.deviates} leaves its own tokenizer file on these texts")
     if one.example is not None:
@@ -155,7 +150,6 @@ def _counted(result: Invariance) -> str:
 def _changes(result: Invariance) -> RenderableType:
     columns = ("verdict", "variants", "differ", "difference", "noise ratio", "tokens")
     table = new_table("change", *columns, first=("variants", "noise ratio"))
-    table.columns[0].justify = "left"
     for one in result.changes:
         tokens = f"{one.num_changed_tokens} of {one.num_tokens}" if one.num_tokens else ""
         difference = "" if one.max_abs_diff is None else f"{one.max_abs_diff:.2g}"

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import starmap
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
 
-from glassengine.errors import UsageError
+from glassengine.errors import UsageError, shortened
 from glassengine.recording.series import MEASURED, Chosen, SeriesReader
 from glassengine.report import words
 from glassengine.report.head import Cell, Chip, Head, PageTable, Plot, filled, table
 from glassengine.results import ArtifactComparison, SeriesComparison, SideBySide
+from glassengine.results.engines import AGREEMENTS, EngineColumn, StepDifference
 from glassengine.results.stored import Apart
 from glassengine.results.without_tensors import RolloutComparison
 
 _OF_AGREEMENT = {"bitwise": "identical", "within rounding": "rounding", "beyond": "wrong"}
 _WANTS_RECORDINGS = "need both: glass report RESULT -o DIR --recordings BASELINE --recordings CANDIDATE"
 _OF_STATUS = {"identical": "identical", "inherited": "suspicious"}
+_STANDING = {"same": "the series are the same", "apart": "the series part", "uncalibrated": "the series differ"}
+_MAX_NAMES = 3
 WIDTH, HEIGHT = 600, 120
 _MOST_PLOTS = 12
 _MOST_ALIKE = 2
@@ -48,37 +53,97 @@ def head_of_apart(result: Apart, recordings: Sequence[str | Path] = ()) -> Head:
 
 
 def _engines(result: SideBySide) -> Head:
-    titles = words.titles(result)
-    steps = zip(*(column.steps for column in result.columns[1:]), strict=True)
+    columns = result.columns
+    titles = words.short_names([column.engine for column in columns])
+    steps = zip(*(column.steps for column in columns[1:]), strict=True)
     logits: list[list[Cell]] = [
-        [str(row[0].step), *(Chip(_OF_AGREEMENT[found.agreement], words.step_words(found)) for found in row)]
+        [str(row[0].step), *(Chip(_OF_AGREEMENT[found.agreement], _step_words(found)) for found in row)]
         for row in steps
     ]
-    engines = [[title, *cells] for title, cells in words.engine_rows(result)]
     about = f"Against those of {titles[0]}; roundings are units of the dtype at the largest logit."
     sentence = next(
         (
             f"Logits of {title} are beyond rounding, first in step {found.step}."
-            for title, column in zip(titles, result.columns, strict=True)
+            for title, column in zip(titles, columns, strict=True)
             for found in column.steps
             if found.agreement == "beyond"
         ),
         f"Logits are {words.AGREEMENT[result.agreement]}.",
     )
+    lines = [
+        (
+            "tokens",
+            f"{title}: first different token in step {found.step}, sequence {found.row}: {found.candidate} instead "
+            f"of {found.baseline}; its logit is ahead by {found.candidate_margin:.4g} here and behind by "
+            f"{found.baseline_margin:.4g} in the first engine",
+        )
+        for title, column in zip(titles, columns, strict=True)
+        if (found := column.first_different_token) is not None
+    ]
+    judged_by = ", ".join(dict.fromkeys(step.judged_by for column in columns for step in column.steps))
+    lengths = ", ".join(str(len(row)) for row in result.prompt_token_ids)
+    judged = f"by {judged_by}; prompts of {lengths} tokens, {len(result.token_ids[0])} steps, all with the tokens that"
+    lines.append(("judged", f"{judged} {titles[0]} chose"))
+    rounds = f"are medians of {result.rounds} alternating rounds, {result.num_threads} threads, {result.cpu}"
+    lines.append(("times", rounds))
+    if "model" not in columns[0].options:
+        lines.append(("model", columns[0].model))
+    engines = [[title, *cells] for title, cells in _engine_rows(result, titles)]
+    about_engines = "What is compared is compared with the first."
     return Head(
         sentence,
         result.ok,
-        lines=(*(("tokens", line) for line in words.token_lines(result)), *words.engine_lines(result)),
+        lines=tuple(lines),
         baseline=titles[0],
         candidate=", ".join(titles[1:]),
         tables=(
-            table(
-                "Engines", "What is compared is compared with the first.", ("engine", *titles), engines, is_open=True
-            ),
+            table("Engines", about_engines, ("engine", *titles), engines, is_open=True),
             table("Logits, step by step", about, ("step", *titles[1:]), logits, is_open=True),
         ),
         notes=result.notes,
     )
+
+
+def _engine_rows(result: SideBySide, titles: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield what is known of each engine: (what, one text per engine)."""
+    columns = result.columns
+    directories = [column.engine for column in columns]
+    if titles != directories:
+        yield "directory", directories
+    yield "backend", [column.backend for column in columns]
+    yield "dtype", [column.dtype for column in columns]
+    added = (column.added_outputs for column in columns)
+    yield "added outputs", [f"{len(names)}: {shortened(names, _MAX_NAMES)}" if names else "none" for names in added]
+    for option in columns[0].options:
+        yield option, [column.options[option] for column in columns]
+    for what in ("total", "executable", "weights"):
+        sizes = [getattr(column, f"{what}_bytes") for column in columns]
+        yield f"{what} size", [_with_ratio(words.bytes_text(size), size, sizes[0]) for size in sizes]
+    for what in ("prefill", "decode"):
+        times = [getattr(column, f"{what}_ms") for column in columns]
+        told = ["-" if time is None else _with_ratio(f"{time:.4g} ms", time, times[0]) for time in times]
+        yield f"{what} step" if what == "decode" else what, told
+    total = sum(len(tokens) for tokens in result.token_ids)
+    others = (column.num_different_tokens for column in columns[1:])
+    yield "tokens", ["chosen", *(f"{number} of {total} differ" if number else "equal" for number in others)]
+    yield "logits", ["-", *(_worst_step(column) for column in columns[1:])]
+
+
+def _with_ratio(text: str, value: float, first: float | None) -> str:
+    return f"{text} ({value / first:.2f}x)" if first and value != first else text
+
+
+def _worst_step(column: EngineColumn) -> str:
+    worst = max(column.steps, key=lambda one: (AGREEMENTS.index(one.agreement), one.noise_ratio or one.rounding_units))
+    return _step_words(worst) + ("" if worst.agreement == "bitwise" else f" (step {worst.step})")
+
+
+def _step_words(difference: StepDifference) -> str:
+    """Return the size of a difference, in epsilons of the position's largest logit, and over the floor."""
+    if difference.agreement == "bitwise":
+        return words.AGREEMENT["bitwise"]
+    over = "" if difference.noise_ratio is None else f", noise ratio {difference.noise_ratio:.2g}"
+    return f"max abs {difference.figures.max_abs_diff:.3g}, {difference.rounding_units:.2g} roundings{over}"
 
 
 def _artifacts(result: ArtifactComparison) -> Head:
@@ -109,13 +174,7 @@ def _artifacts(result: ArtifactComparison) -> Head:
         tables=filled(
             table("Stages", about, ("stage", "status", *kinds), stages, is_open=True),
             table("Changes", "Lines of the graphs that differ.", ("stage", "change", "tensors"), changes, is_open=True),
-            table(
-                "Settings",
-                "Options that differ.",
-                ("setting", "baseline", "candidate"),
-                settings,
-                is_open=True,
-            ),
+            table("Settings", "Options that differ.", ("setting", "baseline", "candidate"), settings, is_open=True),
             table("Files", "Files of the back-end that differ.", ("file",), files, is_open=True),
         ),
         notes=result.notes,
@@ -136,10 +195,13 @@ def _series(result: SeriesComparison, recordings: Sequence[str | Path]) -> Head:
     if not recordings:
         lines.append(("curves", _WANTS_RECORDINGS))
     columns = ("step", "series", "baseline", "candidate", "difference", "variation")
-    rows = [words.point_cells(point) for point in result.partings]
+    numbers = attrgetter(*columns[2:])
+    rows = [(str(one.step), one.site, *map(words.number_words, numbers(one))) for one in result.partings]
     about = "The first number of each series that is beyond the variation, and stays there."
     only_one = [(text,) for text in result.only_one]
-    found = words.series_sentence(result)
+    found = _STANDING.get(result.standing, f"the series are {result.standing}")
+    if result.standing == "uncalibrated":
+        found += "; uncalibrated: too few steps to know their variation"
     if (parting := result.first_parting) is not None:
         found += f", {parting.site} first, in step {parting.step}"
     return Head(
@@ -182,19 +244,16 @@ def _plot(name: str, sides: Sequence[Chosen], parting: int | None) -> Plot | Non
     first, last = int(steps.min()), int(steps.max())
     by_logarithm = low > 0 and high > _WIDE * low
     scale = f"steps {first} to {last}, {low:.4g} to {high:.4g}{', logarithmic' if by_logarithm else ''}"
+    bottom, top = (math.log(low), math.log(high)) if by_logarithm else (low, high)
 
     def across(step: float) -> float:
         return WIDTH * (step - first) / max(last - first, 1)
 
-    def up(value: float) -> float:
-        bottom, top = (math.log(low), math.log(high)) if by_logarithm else (low, high)
+    def point(step: float, value: float) -> str:
         there = math.log(value) if by_logarithm else value
-        return HEIGHT - HEIGHT * (there - bottom) / (top - bottom or 1.0)
+        return f"{across(step):.1f},{HEIGHT - HEIGHT * (there - bottom) / (top - bottom or 1.0):.1f}"
 
-    drawn = [
-        tuple(" ".join(f"{across(step):.1f},{up(value):.1f}" for step, value in piece) for piece in _pieces(*line))
-        for line in lines
-    ]
+    drawn = [tuple(" ".join(starmap(point, piece)) for piece in _pieces(*line)) for line in lines]
     return Plot(name, scale, drawn[0], drawn[1], None if parting is None else f"{across(float(parting)):.1f}")
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePath
 from typing import NamedTuple
 
-from glassengine.errors import shortened
 from glassengine.results import (
     FLAGGED,
     MOST_OPS,
@@ -22,12 +21,9 @@ from glassengine.results import (
     Quantization,
     Replayed,
     ResultComparison,
-    SeriesComparison,
     SeriesPoint,
-    SideBySide,
 )
 from glassengine.results.answer import Exemption, InputUsed
-from glassengine.results.engines import AGREEMENTS, EngineColumn, StepDifference
 from glassengine.results.sentences import named_mistake
 from glassengine.results.without_tensors import RolloutComparison
 
@@ -39,7 +35,6 @@ _TRAINED = ("forward", "backward", "run", "update")
 """Levels whose steps are those of a training, not of a generation."""
 _REASONS = {"below ties or padding": "that depends on ties or padding"}
 AGREEMENT = {"bitwise": "bitwise equal", "within rounding": "within rounding", "beyond": "beyond rounding"}
-_STANDING = {"same": "the series are the same", "apart": "the series part", "uncalibrated": "the series differ"}
 _MAX_NAMES = 3
 TOLD = frozenset({"complete", "flat", "renamed", "arrangements"})
 """Facts of a side that `side_notes` says in words."""
@@ -49,44 +44,41 @@ class Headline(NamedTuple):
     """The first words of an answer.
 
     Attributes:
-        mark: "ok" or "NOT OK".
         why: What decided, in a sentence; of a comparison that is ok, what its differences are.
         is_flagged: Whether it is ok with a verdict that a reader must know.
     """
 
-    mark: str
     why: str
     is_flagged: bool = False
 
 
 def headline(result: Comparison) -> Headline:
     """Return the first words of an answer."""
-    mark = "ok" if result.ok else "NOT OK"
     if (named := named_mistake(result)) is not None:
-        return Headline(mark, named)
+        return Headline(named)
     if result.not_ok_because:
         # Why it is not ok, and nothing that sounds like the opposite; of two records also what it looks like.
         hints = result.first_divergence.hints if result.first_divergence and result.calibration else ()
         looks = "".join(f": {hint.in_words()}" for hint in hints[:1])
-        return Headline(mark, ("too little was judged: " if result.too_little else "") + result.not_ok_because + looks)
+        return Headline(("too little was judged: " if result.too_little else "") + result.not_ok_because + looks)
     if result.verdict in FLAGGED:
-        return Headline(mark, f"worst verdict {result.verdict}", True)
+        return Headline(f"worst verdict {result.verdict}", True)
     if result.prompt is not None and not result.counts["compared"]:
-        return Headline(mark, result.prompt.in_words())
+        return Headline(result.prompt.in_words())
     if result.rollout is not None:
-        return Headline(mark, result.rollout.in_words())
+        return Headline(result.rollout.in_words())
     if result.verdict == "identical":
-        return Headline(mark, "bitwise identical")
+        return Headline("bitwise identical")
     by_signal = any(found.judged_by == "signal" for found in result.results)
     if result.calibration == "uncalibrated":
-        return Headline(mark, "every difference is within tolerance")
+        return Headline("every difference is within tolerance")
     coarse = next(
         (one.candidate_dtype for one in result.results if one.candidate_dtype in ("bfloat16", "float16")), None
     )
     is_plain = result.quantization is None and coarse is not None
     cause = "rounding" if not by_signal else f"rounding to {coarse}" if is_plain else "the quantization"
     tie = " or a tie" if any(found.exempt and found.verdict != "identical" for found in result.results) else ""
-    return Headline(mark, f"every difference is explained by {cause}{tie}")
+    return Headline(f"every difference is explained by {cause}{tie}")
 
 
 def sentence(text: str) -> str:
@@ -365,78 +357,6 @@ def short_names(paths: Sequence[str]) -> list[str]:
     return list(paths)
 
 
-def titles(result: SideBySide) -> list[str]:
-    """Return the names of engines."""
-    return short_names([column.engine for column in result.columns])
-
-
-def engine_rows(result: SideBySide) -> Iterator[tuple[str, list[str]]]:
-    """Yield what is known of each engine: (what, one text per engine)."""
-    columns = result.columns
-    directories = [column.engine for column in columns]
-    if titles(result) != directories:
-        yield "directory", directories
-    yield "backend", [column.backend for column in columns]
-    yield "dtype", [column.dtype for column in columns]
-    added = (column.added_outputs for column in columns)
-    yield "added outputs", [f"{len(names)}: {shortened(names, _MAX_NAMES)}" if names else "none" for names in added]
-    for option in columns[0].options:
-        yield option, [column.options[option] for column in columns]
-    for what in ("total", "executable", "weights"):
-        sizes = [getattr(column, f"{what}_bytes") for column in columns]
-        yield f"{what} size", [_with_ratio(bytes_text(size), size, sizes[0]) for size in sizes]
-    for what in ("prefill", "decode step"):
-        times = [column.prefill_ms if what == "prefill" else column.decode_ms for column in columns]
-        yield what, ["-" if time is None else _with_ratio(f"{time:.4g} ms", time, times[0]) for time in times]
-    total = sum(len(tokens) for tokens in result.token_ids)
-    others = (column.num_different_tokens for column in columns[1:])
-    yield "tokens", ["chosen", *(f"{number} of {total} differ" if number else "equal" for number in others)]
-    yield "logits", ["-", *(_worst_step(column) for column in columns[1:])]
-
-
-def _worst_step(column: EngineColumn) -> str:
-    worst = max(column.steps, key=lambda one: (AGREEMENTS.index(one.agreement), one.noise_ratio or one.rounding_units))
-    return step_words(worst) + ("" if worst.agreement == "bitwise" else f" (step {worst.step})")
-
-
-def engine_lines(result: SideBySide) -> list[tuple[str, str]]:
-    """Return how engines were judged and measured, each line as its first word and the rest."""
-    judged_by = ", ".join(dict.fromkeys(step.judged_by for column in result.columns for step in column.steps))
-    lengths = ", ".join(str(len(row)) for row in result.prompt_token_ids)
-    lines = [
-        (
-            "judged",
-            f"by {judged_by}; prompts of {lengths} tokens, {len(result.token_ids[0])} steps, all with the tokens that "
-            f"{titles(result)[0]} chose",
-        ),
-        ("times", f"are medians of {result.rounds} alternating rounds, {result.num_threads} threads, {result.cpu}"),
-    ]
-    if "model" not in result.columns[0].options:
-        lines.append(("model", result.columns[0].model))
-    return lines
-
-
-def step_words(difference: StepDifference) -> str:
-    """Return the size of a difference, in epsilons of the position's largest logit, and over the floor."""
-    if difference.agreement == "bitwise":
-        return AGREEMENT["bitwise"]
-    over = "" if difference.noise_ratio is None else f", noise ratio {difference.noise_ratio:.2g}"
-    return f"max abs {difference.figures.max_abs_diff:.3g}, {difference.rounding_units:.2g} roundings{over}"
-
-
-def token_lines(result: SideBySide) -> list[str]:
-    """Return the first other token of each engine that has one."""
-    lines = []
-    for title, column in zip(titles(result), result.columns, strict=True):
-        if (found := column.first_different_token) is not None:
-            lines.append(
-                f"{title}: first different token in step {found.step}, sequence {found.row}: {found.candidate} instead "
-                f"of {found.baseline}; its logit is ahead by {found.candidate_margin:.4g} here and behind by "
-                f"{found.baseline_margin:.4g} in the first engine"
-            )
-    return lines
-
-
 def is_unfinished(result: ArtifactComparison) -> bool:
     """Whether two builds are the same as far as they go, and one did not end well: no verdict."""
     is_same = all(stage.status == "identical" for stage in result.stages)
@@ -455,12 +375,6 @@ def artifacts_sentence(result: ArtifactComparison) -> str:
     return "different: the graphs are the same at every stage, settings or files are not"
 
 
-def series_sentence(result: SeriesComparison) -> str:
-    """Return whether two runs go apart."""
-    told = _STANDING.get(result.standing, f"the series are {result.standing}")
-    return told + ("; uncalibrated: too few steps to know their variation" if result.standing == "uncalibrated" else "")
-
-
 def point_words(point: SeriesPoint) -> str:
     """Return where two series differ, and by how much."""
     sides = f"{number_words(point.baseline)} against {number_words(point.candidate)}"
@@ -469,12 +383,6 @@ def point_words(point: SeriesPoint) -> str:
         told += f", a difference of {number_words(point.difference)} where the variation is "
         told += number_words(point.variation)
     return told
-
-
-def point_cells(point: SeriesPoint) -> Sequence[str]:
-    """Return a point as cells: step, site, baseline, candidate, difference, variation."""
-    numbers = (point.baseline, point.candidate, point.difference, point.variation)
-    return [str(point.step), point.site, *map(number_words, numbers)]
 
 
 def number_words(value: float | None) -> str:
@@ -489,7 +397,3 @@ def bytes_text(number: float) -> str:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
         number /= 1024
     return f"{number:.1f} GiB"
-
-
-def _with_ratio(text: str, value: float, first: float | None) -> str:
-    return f"{text} ({value / first:.2f}x)" if first and value != first else text

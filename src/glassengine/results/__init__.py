@@ -1,195 +1,83 @@
 """Every result that Glass Engine reports, as frozen dataclasses with `.to_dict()`."""
 
-from __future__ import annotations
-
-from glassengine.results.answer import (
-    MOST_OPS,
-    CaseInputs,
-    DriftRow,
-    Exemption,
-    ExemptionReason,
-    Granularity,
-    InputUsed,
-    ResultComparison,
-    Standing,
-)
-from glassengine.results.backends import (
-    ArtifactComparison,
-    CachedGraph,
-    CacheReport,
-    Cause,
-    Compilation,
-    StageComparison,
-)
-from glassengine.results.base import (
-    FLAGGED,
-    VERDICTS,
-    Failure,
-    Message,
-    Result,
-    Verdict,
-    worst,
-)
-from glassengine.results.comparison import (
-    SCHEMA_VERSION,
-    Comparison,
-    Comparisons,
-    Divergence,
-    LevelResult,
-    SeriesComparison,
-    SeriesPoint,
-    SeriesStanding,
-    Skipped,
-    WeightsComparison,
-    WrittenDifferently,
-)
-from glassengine.results.engines import (
-    EngineColumn,
-    Forward,
-    Generation,
-    SideBySide,
-    StepDifference,
-    TokenDifference,
-)
-from glassengine.results.figures import (
-    ElementDifference,
-    Figures,
-    SliceMaxima,
-    Summary,
-    TensorValues,
-    UlpDistance,
-)
-from glassengine.results.findings import (
-    Decision,
-    Findings,
-    Interrupted,
-    Policy,
-)
-from glassengine.results.hints import (
-    Altered,
-    Hint,
-    Kind,
-    Quantization,
-    QuantizedWeight,
-)
-from glassengine.results.metrics import (
-    MetricsReport,
-    MetricSummary,
-)
-from glassengine.results.pairs import (
-    Counts,
-    Packed,
-    Pair,
-    TokenAgreement,
-    counts_of,
-)
-from glassengine.results.recorded import (
-    Bisection,
-    ListedSnapshot,
-    MinimalOp,
-    RecordedScript,
-    RecordedTarget,
-    Replayed,
-    ReplayedOutput,
-)
-from glassengine.results.report import (
-    ReportPage,
-    WrittenReport,
-)
-from glassengine.results.without_tensors import (
-    BatchProof,
-    FirstOperation,
-    Invariance,
-    PromptComparison,
-    PromptExample,
-    PromptFinding,
-    RolloutCause,
-    RolloutComparison,
-    RolloutToken,
-    SwitchTried,
-    Variation,
-)
-
-__all__ = [
-    "FLAGGED",
-    "MOST_OPS",
-    "SCHEMA_VERSION",
-    "VERDICTS",
-    "Altered",
-    "ArtifactComparison",
-    "BatchProof",
-    "Bisection",
-    "CacheReport",
-    "CachedGraph",
-    "CaseInputs",
-    "Cause",
-    "Comparison",
-    "Comparisons",
-    "Compilation",
-    "Counts",
-    "Decision",
-    "Divergence",
-    "DriftRow",
-    "ElementDifference",
-    "EngineColumn",
-    "Exemption",
-    "ExemptionReason",
-    "Failure",
-    "Figures",
-    "Findings",
-    "FirstOperation",
-    "Forward",
-    "Generation",
-    "Granularity",
-    "Hint",
-    "InputUsed",
-    "Interrupted",
-    "Invariance",
-    "Kind",
-    "LevelResult",
-    "ListedSnapshot",
-    "Message",
-    "MetricSummary",
-    "MetricsReport",
-    "MinimalOp",
-    "Packed",
-    "Pair",
-    "Policy",
-    "PromptComparison",
-    "PromptExample",
-    "PromptFinding",
-    "Quantization",
-    "QuantizedWeight",
-    "RecordedScript",
-    "RecordedTarget",
-    "Replayed",
-    "ReplayedOutput",
-    "ReportPage",
-    "Result",
-    "ResultComparison",
-    "RolloutCause",
-    "RolloutComparison",
-    "RolloutToken",
-    "SeriesComparison",
-    "SeriesPoint",
-    "SeriesStanding",
-    "SideBySide",
-    "Skipped",
-    "SliceMaxima",
-    "StageComparison",
-    "Standing",
-    "StepDifference",
-    "Summary",
-    "SwitchTried",
-    "TensorValues",
-    "TokenAgreement",
-    "TokenDifference",
-    "UlpDistance",
-    "Variation",
-    "Verdict",
-    "WeightsComparison",
-    "WrittenDifferently",
-    "WrittenReport",
-    "counts_of",
-    "worst",
-]
+from glassengine.results.answer import MOST_OPS as MOST_OPS
+from glassengine.results.answer import CaseInputs as CaseInputs
+from glassengine.results.answer import DriftRow as DriftRow
+from glassengine.results.answer import Exemption as Exemption
+from glassengine.results.answer import ExemptionReason as ExemptionReason
+from glassengine.results.answer import Granularity as Granularity
+from glassengine.results.answer import InputUsed as InputUsed
+from glassengine.results.answer import ResultComparison as ResultComparison
+from glassengine.results.answer import Standing as Standing
+from glassengine.results.backends import ArtifactComparison as ArtifactComparison
+from glassengine.results.backends import CachedGraph as CachedGraph
+from glassengine.results.backends import CacheReport as CacheReport
+from glassengine.results.backends import Cause as Cause
+from glassengine.results.backends import Compilation as Compilation
+from glassengine.results.backends import StageComparison as StageComparison
+from glassengine.results.base import FLAGGED as FLAGGED
+from glassengine.results.base import VERDICTS as VERDICTS
+from glassengine.results.base import Failure as Failure
+from glassengine.results.base import Message as Message
+from glassengine.results.base import Result as Result
+from glassengine.results.base import Verdict as Verdict
+from glassengine.results.base import worst as worst
+from glassengine.results.comparison import SCHEMA_VERSION as SCHEMA_VERSION
+from glassengine.results.comparison import Comparison as Comparison
+from glassengine.results.comparison import Comparisons as Comparisons
+from glassengine.results.comparison import Divergence as Divergence
+from glassengine.results.comparison import LevelResult as LevelResult
+from glassengine.results.comparison import SeriesComparison as SeriesComparison
+from glassengine.results.comparison import SeriesPoint as SeriesPoint
+from glassengine.results.comparison import SeriesStanding as SeriesStanding
+from glassengine.results.comparison import Skipped as Skipped
+from glassengine.results.comparison import WeightsComparison as WeightsComparison
+from glassengine.results.comparison import WrittenDifferently as WrittenDifferently
+from glassengine.results.engines import EngineColumn as EngineColumn
+from glassengine.results.engines import Forward as Forward
+from glassengine.results.engines import Generation as Generation
+from glassengine.results.engines import SideBySide as SideBySide
+from glassengine.results.engines import StepDifference as StepDifference
+from glassengine.results.engines import TokenDifference as TokenDifference
+from glassengine.results.figures import ElementDifference as ElementDifference
+from glassengine.results.figures import Figures as Figures
+from glassengine.results.figures import SliceMaxima as SliceMaxima
+from glassengine.results.figures import Summary as Summary
+from glassengine.results.figures import TensorValues as TensorValues
+from glassengine.results.figures import UlpDistance as UlpDistance
+from glassengine.results.findings import Decision as Decision
+from glassengine.results.findings import Findings as Findings
+from glassengine.results.findings import Interrupted as Interrupted
+from glassengine.results.findings import Policy as Policy
+from glassengine.results.hints import Altered as Altered
+from glassengine.results.hints import Hint as Hint
+from glassengine.results.hints import Kind as Kind
+from glassengine.results.hints import Quantization as Quantization
+from glassengine.results.hints import QuantizedWeight as QuantizedWeight
+from glassengine.results.metrics import MetricsReport as MetricsReport
+from glassengine.results.metrics import MetricSummary as MetricSummary
+from glassengine.results.pairs import Counts as Counts
+from glassengine.results.pairs import Packed as Packed
+from glassengine.results.pairs import Pair as Pair
+from glassengine.results.pairs import TokenAgreement as TokenAgreement
+from glassengine.results.pairs import counts_of as counts_of
+from glassengine.results.recorded import Bisection as Bisection
+from glassengine.results.recorded import ListedSnapshot as ListedSnapshot
+from glassengine.results.recorded import MinimalOp as MinimalOp
+from glassengine.results.recorded import RecordedScript as RecordedScript
+from glassengine.results.recorded import RecordedTarget as RecordedTarget
+from glassengine.results.recorded import Replayed as Replayed
+from glassengine.results.recorded import ReplayedOutput as ReplayedOutput
+from glassengine.results.report import ReportPage as ReportPage
+from glassengine.results.report import WrittenReport as WrittenReport
+from glassengine.results.without_tensors import BatchProof as BatchProof
+from glassengine.results.without_tensors import FirstOperation as FirstOperation
+from glassengine.results.without_tensors import Invariance as Invariance
+from glassengine.results.without_tensors import PromptComparison as PromptComparison
+from glassengine.results.without_tensors import PromptExample as PromptExample
+from glassengine.results.without_tensors import PromptFinding as PromptFinding
+from glassengine.results.without_tensors import RolloutCause as RolloutCause
+from glassengine.results.without_tensors import RolloutComparison as RolloutComparison
+from glassengine.results.without_tensors import RolloutToken as RolloutToken
+from glassengine.results.without_tensors import SwitchTried as SwitchTried
+from glassengine.results.without_tensors import Variation as Variation

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from glassengine.results.base import FLAGGED, Result, Verdict
@@ -272,7 +272,7 @@ MOST_COUNTED = 1 << 20
 
 
 @dataclass(frozen=True)
-class InputUsed:
+class InputUsed(Result):
     """One input of one step.
 
     Attributes:
@@ -299,21 +299,10 @@ class InputUsed:
     num_distinct: int | None = None
     value: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready dict."""
-        data = asdict(self)
-        data["shape"] = None if self.shape is None else list(self.shape)
-        return data
-
     @property
     def is_made_up(self) -> bool:
         """Whether its values were made for the check."""
         return self.origin == "made up"
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether all of several elements are the same number: such an input shows no exchange of its elements."""
-        return self.num_distinct == 1 and math.prod(self.shape or ()) > 1
 
 
 def input_used(name: str, value: Any, *, step: int, origin: Origin, recipe: str = "") -> InputUsed:

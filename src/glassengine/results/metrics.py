@@ -55,12 +55,8 @@ class MetricSummary(Result):
 
         lines = [f"Metric: {self.name}", f"  TotalSamples: {self.total_samples}"]
         lines.append(f"  Accumulator: {spell(self.accumulator)}")
-        if self.mean is not None:
-            lines.append(f"  Mean: {spell(self.mean)}")
-        if self.std_dev is not None:
-            lines.append(f"  StdDev: {spell(self.std_dev)}")
-        if self.value_rate is not None:
-            lines.append(f"  ValueRate: {spell(self.value_rate)} / second")
+        known = ("Mean", self.mean, ""), ("StdDev", self.std_dev, ""), ("ValueRate", self.value_rate, " / second")
+        lines += [f"  {name}: {spell(value)}{unit}" for name, value, unit in known if value is not None]
         if self.rate is not None:
             lines.append(f"  Rate: {self.rate:.6g} / second")
         if self.percentiles:
@@ -102,16 +98,8 @@ class MetricsReport(Result):
         refuse_newer(data.get("schema_version"), SCHEMA_VERSION, "the report", _WHAT)
         report = converted(data, MetricsReport, "the report", what=_WHAT, words=True)
         for one in report.metrics:
-            numbers = [
-                one.total_samples,
-                one.accumulator,
-                one.value_rate,
-                one.rate,
-                one.mean,
-                one.std_dev,
-                *one.percentiles.values(),
-            ]
-            numbers += [value for _, value in one.samples]
+            totals = [one.total_samples, one.accumulator, one.value_rate, one.rate, one.mean, one.std_dev]
+            numbers = [*totals, *one.percentiles.values(), *(value for _, value in one.samples)]
             if not all(abs(value) < _LARGEST for value in numbers if value is not None):
                 raise CorruptError(f"{_WHAT} is damaged", got=f"{one.name}: a number that is not finite")
         return report

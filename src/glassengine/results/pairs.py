@@ -257,19 +257,16 @@ def counts_of(
 ) -> Counts:
     """Return the counts that every comparison has: of `pairs` by verdict, and of what could not be paired."""
     tally = tally_of(pairs)
-    by_verdict = {verdict: sum(n for (own, _, _), n in tally.items() if own == verdict) for verdict in VERDICTS}
-    return {
+    found: dict[str, int] = {
         "compared": len(pairs),
-        "identical": by_verdict["identical"],
-        "rounding": by_verdict["rounding"],
-        "suspicious": by_verdict["suspicious"],
-        "wrong": by_verdict["wrong"],
+        **{name: sum(n for (own, _, _), n in tally.items() if own == name) for name in VERDICTS},
         "inherited": sum(n for (_, _, is_inherited), n in tally.items() if is_inherited),
         "unmatched_baseline": unmatched_baseline,
         "unmatched_candidate": unmatched_candidate,
         "not_recorded": not_recorded,
         "missing_steps": missing_steps,
     }
+    return cast("Counts", found)
 
 
 def added(first: Counts, second: Counts) -> Counts:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -147,19 +147,15 @@ def _members(document: StreamedDocument, path: str | Path, takers: Takers, numbe
             for element in document.elements():
                 take(converted(element, Pair, path, what=_WHAT, words=True), element)
         elif key == "comparisons" and document.peek() == "[":
-            found = list(_several(document, path, takers))
+            found = [
+                Stored(_head(_members(inner, path, takers, at)[0], path)) for at, inner in enumerate(document.objects())
+            ]
         else:
             head[key] = document.value()
             if key == _VERSION:
                 # At once: what a newer version writes may not fit.
                 refuse_newer(head[key], SCHEMA_VERSION, path, _WHAT)
     return head, found
-
-
-def _several(document: StreamedDocument, path: str | Path, takers: Takers) -> Iterator[Stored]:
-    for number, inner in enumerate(document.objects()):
-        head, _ = _members(inner, path, takers, number)
-        yield Stored(_head(head, path))
 
 
 def _of_plain(value: Any, path: str | Path, take: OnPair) -> Comparison:

@@ -18,6 +18,7 @@ from glassengine.judge.exclusions.perturbation import (
     OtherValues,
     Source,
     differing,
+    differs,
     far_from,
     unread,
     unread_nodes,
@@ -36,15 +37,15 @@ def test_the_lane_forgets_what_is_settled_and_knows_nothing_below_the_whole() ->
     lane = OtherValues(lambda node, others: node.target(others[x]))  # type: ignore[operator]
     value = torch.tensor([1.0, -2.0])
     assert lane.below(first, value) is value, "it reads nothing else"
-    assert lane.keep(x, torch.tensor([1.0, 2.0]), value) and not lane.keep(second, value.clone(), value)
+    lane.keep(x, torch.tensor([1.0, 2.0]), value)
+    lane.keep(second, value.clone(), value)
+    assert lane.perturbed.keys() == {x}, "the second is as it was"
     assert lane.below(second, value.abs()).tolist() == [1.0, 2.0]
-    found = lane.of(x, value)
-    assert found is not None and found.tolist() == [False, True]
+    assert differs(lane.perturbed[x], value).tolist() == [False, True]
     lane.settle(x)
-    assert lane.of(x, value) is None
+    assert not lane.perturbed
     lane.keep(x, WHOLE, value)
-    whole = lane.of(x, value)
-    assert lane.below(first, value) is WHOLE and whole is not None and bool(whole.all())
+    assert lane.below(first, value) is WHOLE and bool(differs(lane.perturbed[x], value).all())
 
 
 def test_a_node_that_cannot_be_computed_from_other_values_is_other_as_a_whole() -> None:

@@ -37,7 +37,7 @@ def test_only_what_is_near_a_tie_gives_room() -> None:
         accumulation=FLOAT32_SUMS,
         operands={node.name: READERS["Q8_0"]},
     )
-    values.begin_step({"x": x}, {})
+    values.take({"x": x}, {})
     args, _ = values.arguments(node)
     read, room = values.as_read(node, args)
     assert room is not None and room[1].shape[-1] < 8, "most inputs are far from a tie"

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from glassengine.judge.cases import Case
 from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.module import ModuleSide
-from glassengine.judge.sides.program import ProgramSide
+from glassengine.judge.sides.program import ProgramSide, SourceSide
 from glassengine.judge.sides.protocol import Collective, Guarantee, ObservedAt, Place
 from glassengine.judge.site_pairs import SitePair
 from glassengine.judge.verdict.coverage import coverage, region_nodes
@@ -73,6 +74,14 @@ def test_a_side_of_any_kind_has_its_regions_credited() -> None:
     score.judged_nodes |= {"sin", "exp", "add", "tanh"}
     assert region_nodes(score) == {"mul": {"exp"}}
     assert coverage(score, program, results_agree=False) == 1.0
+
+
+def test_a_stored_file_is_replayed_in_each_case_as_in_the_first() -> None:
+    program = chain()
+    side = SourceSide(Chain(), program=program, replay=Replay(program))
+    side.replay.ops.relative_floors["mul"] = 1.0
+    side.begin(Case("inputs", 1))
+    assert not side.replay.ops.relative_floors
 
 
 def ratios(terms: list[torch.Tensor], *results: torch.Tensor) -> list[float]:

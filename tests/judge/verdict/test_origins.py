@@ -251,7 +251,7 @@ def test_a_proof_of_the_module_around_explains_what_is_paired_wrongly() -> None:
     a = graph.call_function(torch.relu, (x,))
     b = graph.call_function(torch.tanh, (a,))
     apart = graph.call_function(torch.abs, (x,))
-    program: Any = SimpleNamespace(graph=graph)
+    program: Any = SimpleNamespace(nodes={node.name: node for node in graph.nodes})
     proof, guess = Hint("swapped", "exchanged", 0.96, proven=True), Hint("other", "ops differ", 0.5)
     origins = [divergence("candidate", a.name, guess), divergence("candidate, untouched", b.name, proof)]
     assert with_proofs(origins, program)[0].hints == (proof, guess)

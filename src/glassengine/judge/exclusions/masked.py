@@ -28,7 +28,7 @@ from glassengine.judge.cases import StepInputs
 from glassengine.judge.exclusions.exactness import Exactness
 from glassengine.judge.exclusions.perturbation import NATIVE, Source, Values
 from glassengine.numerics.mask_values import HIDDEN, is_mask
-from glassengine.ops.row import OpTraits, Rounding, argument
+from glassengine.ops.row import Rounding, argument
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.program import Program
 from glassengine.results import ExemptionReason
@@ -161,10 +161,6 @@ class HiddenRows(Source):
 
     def __init__(self, hidden: Callable[[Node], torch.Tensor | None] | None = None) -> None:
         self._hidden = hidden
-
-    def concerns(self, traits: OpTraits) -> bool:
-        """Return whether an op makes shares of scores."""
-        return traits.hidden == "ignored" or traits.rounding is Rounding.ATTENTION
 
     def marks(self, node: Node, value: torch.Tensor, values: Values) -> torch.Tensor | None:
         """Return the rows that see no key, of the result of a softmax or an attention."""

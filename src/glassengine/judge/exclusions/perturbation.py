@@ -36,7 +36,6 @@ from glassengine.blocks import agree
 from glassengine.numerics.float64 import is_real, target_of
 from glassengine.numerics.judgement import Judgement, unit_roundoff
 from glassengine.numerics.mask_values import HIDDEN
-from glassengine.ops.row import OpTraits
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.outputs import last_uses
 from glassengine.program.representation.program import Program
@@ -85,25 +84,10 @@ class OtherValues:
         except (RuntimeError, IndexError, ValueError):  # a number that is not an index
             return WHOLE if self._is_lost_as_a_whole else far_from(value)
 
-    def keep(self, node: Node, other: Any, value: Any) -> bool:
-        """Keep another value of a node if it differs from `value`, the node's own; return whether it does."""
-        is_other = other is WHOLE or any(pytree.tree_leaves(pytree.tree_map(_differs_at_all, value, other)))
-        if is_other:
+    def keep(self, node: Node, other: Any, value: Any) -> None:
+        """Keep another value of a node if it differs from `value`, the node's own."""
+        if other is WHOLE or any(pytree.tree_leaves(pytree.tree_map(_differs_at_all, value, other))):
             self.perturbed[node] = other
-        return is_other
-
-    def of(self, node: Node, value: Tensor, share: float = 0.0) -> Tensor | None:
-        """Return a bool mask, in the shape of `value`, of the elements that differ; None if none does.
-
-        Args:
-            node: The node.
-            value: Its own value.
-            share: Differences up to this share of the size of an element do not count.
-        """
-        if node not in self.perturbed:
-            return None
-        found = differs(self.perturbed[node], value, share)
-        return found if bool(found.any()) else None
 
     def settle(self, node: Node) -> None:
         """Forget the other value of `node`: it is no longer legal, or nothing reads it any more."""
@@ -129,10 +113,6 @@ class Source:
     negligible = 0.0
     is_lost_as_a_whole = False
     is_choice = False
-
-    def concerns(self, traits: OpTraits) -> bool:
-        """Return whether an op of these traits may mark elements; others are not asked while nothing is marked."""
-        return True
 
     def other(self, node: Node, below: Any, values: Values, other_values: Mapping[Node, Any]) -> Any:
         """Return another legal value of `node`.
@@ -186,11 +166,12 @@ class Followed(OtherValues):
             values: Of all nodes computed so far that are still read, this one among them.
         """
         self._values = values
-        traits, value = traits_of(node), values[node][self.source.lane]
-        if self.perturbed or self.source.concerns(traits):
-            # An op that draws or allocates makes other values each time, whatever it reads.
-            below = value if traits.is_arbitrary else self.below(node, value)
-            self.keep(node, self.source.other(node, below, values, self.perturbed), value)
+        value = values[node][self.source.lane]
+        # An op that draws or allocates makes other values each time, whatever it reads.
+        below = value if not self.perturbed or traits_of(node).is_arbitrary else self.below(node, value)
+        other = self.source.other(node, below, values, self.perturbed)
+        if other is not value:
+            self.keep(node, other, value)
         dropped = self.source.drops(node, value, values) if isinstance(value, Tensor) else None
         if dropped is not None and bool(dropped.any()):
             self._dropped[node] = dropped
@@ -207,16 +188,17 @@ class Followed(OtherValues):
             values: As for `visit`.
             dtype: In which candidates round the value; None for its own.
         """
-        if node not in self.perturbed and node not in self._dropped:
-            return None
-        value: Tensor = values[node][self.source.lane]
-        share = self.source.negligible * unit_roundoff(dtype or value.dtype) if value.is_floating_point() else 0.0
-        found = self.of(node, value, share)
-        if found is None:
-            super().settle(node)
-        dropped = self._dropped.get(node)
-        if dropped is not None:
-            found = dropped if found is None else found | dropped
+        found = dropped = self._dropped.get(node)
+        if node in self.perturbed:
+            value: Tensor = values[node][self.source.lane]
+            share = self.source.negligible * unit_roundoff(dtype or value.dtype) if value.is_floating_point() else 0.0
+            other = differs(self.perturbed[node], value, share)
+            if not bool(other.any()):
+                super().settle(node)
+            elif dropped is None:
+                found = other
+            else:
+                found = other | dropped
         return found if found is not None and self.source.excludes(found) else None
 
     def settle(self, node: Node) -> None:
@@ -345,7 +327,7 @@ def unread(
     values: dict[Node, Any] = {}
     some = list(marked.items())[:MOST_MARKED]
     waiting = {name: _Lane(mask, values, () if name in shown else scores) for name, mask in some}
-    last_use, varying = last_uses(program), _of_inputs(program)
+    last_use, varying = last_uses(program), of_inputs(program)
     for node in program.graph.nodes:
         if node.op == "placeholder":
             values[node] = given.get(node.name)
@@ -423,7 +405,7 @@ class _Lane(OtherValues):
         return call_with(node, lambda source: other_values.get(source, self._values[source]), target_of(node))
 
 
-def _of_inputs(program: Program) -> set[Node]:
+def of_inputs(program: Program) -> set[Node]:
     """Return the nodes that depend on what the program is given, if only on its sizes."""
     weights = program.weights()
     found: set[Node] = set()

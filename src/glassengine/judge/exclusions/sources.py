@@ -30,7 +30,6 @@ from glassengine.judge.exclusions.masked import HiddenRows
 from glassengine.judge.exclusions.perturbation import EXACT, NATIVE, WHOLE, Again, Followed, Source, Values, call_with
 from glassengine.judge.exclusions.ties import Ties
 from glassengine.numerics.exemptions import PADDING, TIES
-from glassengine.ops.row import OpTraits
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import ExemptionReason
@@ -46,10 +45,6 @@ class UndefinedCasts(Source):
         self._made_for_casts: set[Node] | None = None
         self._ahead: dict[Node, Any] = {}
         self._lost_at: dict[Node, torch.Tensor] = {}
-
-    def concerns(self, traits: OpTraits) -> bool:
-        """Return whether an op casts."""
-        return traits.casts
 
     def marks(self, node: Node, value: torch.Tensor, values: Values) -> torch.Tensor | None:
         """Return where a cast to integers reads a number that the dtype cannot hold."""
@@ -116,10 +111,6 @@ class Unwritten(Source):
     kind: ExemptionReason = "unwritten memory"
     lane = EXACT
 
-    def concerns(self, traits: OpTraits) -> bool:
-        """Return whether an op allocates."""
-        return traits.is_unwritten
-
     def marks(self, node: Node, value: Tensor, values: Values) -> Tensor | None:
         """Return all of what an allocation gives."""
         return torch.ones_like(value, dtype=torch.bool) if traits_of(node).is_unwritten else None
@@ -131,10 +122,6 @@ class Draws(Source):
     kind: ExemptionReason = "random"
     lane = EXACT
     is_choice = True
-
-    def concerns(self, traits: OpTraits) -> bool:
-        """Return whether an op draws."""
-        return bool(traits.is_random)
 
     def other(self, node: Node, below: Any, values: Values, other_values: Mapping[Node, Any]) -> Any:
         """Return an unknown value for a draw, and the value of what every draw makes alike."""
@@ -250,17 +237,15 @@ def _made_for_casts(graph: Graph) -> set[Node]:
     found: set[Node] = set()
     for node in reversed(graph.nodes):
         readers = _readers(node)
-        if readers and all(_may_drop(u, node) or _leads_on(u, node, found) for u in readers):
+        in_place = {user for user in readers if traits_of(user).in_place}
+        leads_on = {user for user in in_place if user in found or (_makes_integers(user) and _is_float(node))}
+        if readers and all(user in leads_on or _may_drop(user, node) for user in readers):
             found.add(node)
     cast: set[Node] = set()
     for node in graph.nodes:
         if (_makes_integers(node) and _is_float(node.args[0])) or not cast.isdisjoint(node.all_input_nodes):
             cast.add(node)
     return {node for node in found if _is_float(node) or node in cast}
-
-
-def _leads_on(user: Node, node: Node, found: set[Node]) -> bool:
-    return bool(traits_of(user).in_place) and (user in found or (_makes_integers(user) and _is_float(node)))
 
 
 def _may_drop(user: Node, node: Node) -> bool:

@@ -190,7 +190,9 @@ class Ties(Source):
 
     def loses(self, node: Node, other_values: Mapping[Node, Any]) -> bool:
         """Return whether a node reads integers that a tie turns over, and several of them decide together."""
-        if _is_of_places(node):
+        traits = traits_of(node)
+        # Each element depends on integers and bools at its own index, or is the one that they name.
+        if traits.in_place or (traits.moves and traits.choice is None and not traits.reorders):
             return False
         leaves = [leaf for source in node.all_input_nodes for leaf in pytree.tree_leaves(other_values.get(source))]
         return any(isinstance(leaf, Tensor) and not _is_continuous(leaf) for leaf in leaves)
@@ -290,12 +292,6 @@ def _ranked_otherwise(node: Node, choice: Choice, values: Sequence[Tensor], othe
     found = exact.gather(at, chosen if is_kept else chosen.unsqueeze(at))
     taken = torch.where(is_turned, found if is_kept else found.squeeze(at), other[0])
     return type(other)((taken, chosen))
-
-
-def _is_of_places(node: Node) -> bool:
-    """Whether each element of a result depends on integers and bools at its own index, or is the one that they name."""
-    traits = traits_of(node)
-    return bool(traits.in_place) or (traits.moves and traits.choice is None and not traits.reorders)
 
 
 def _is_continuous(value: Any) -> bool:

@@ -111,7 +111,8 @@ def _traced(op: Node, known: Known) -> _Run:
 
 
 def _apart(left: _Run, right: _Run, apart: float) -> Inside | None:
-    if _are_named_alike(left, right):
+    names = [[step.label.partition(" ")[2] or step.node.name for step in run.steps] for run in (left, right)]
+    if names[0] == names[1] and any(LABEL in step.node.meta for step in left.steps):
         # One file is the other one, edited: each op has its counterpart in its place.
         pairs = enumerate(zip(left.steps, right.steps, strict=True))
         number = next((number for number, (a, b) in pairs if not _all_same(a.made, b.made, apart)), None)
@@ -124,11 +125,6 @@ def _apart(left: _Run, right: _Run, apart: float) -> Inside | None:
         if place is not None:
             return _described(left, right, place, _first(right, of_right, is_taken))
     return None if _all_same(left.results, right.results, apart) else Inside(_of_results(left, right), True)
-
-
-def _are_named_alike(left: _Run, right: _Run) -> bool:
-    names = [[step.label.partition(" ")[2] or step.node.name for step in run.steps] for run in (left, right)]
-    return names[0] == names[1] and any(LABEL in step.node.meta for step in left.steps)
 
 
 def _paired(left: _Run, right: _Run, apart: float) -> tuple[set[int], set[int]]:
@@ -155,7 +151,9 @@ def _first(run: _Run, paired: Collection[int], is_taken: bool) -> int | None:
     meets: set[int] = set()
     for place in reversed(range(len(run.steps))):
         step = run.steps[place]
-        if place in meets or (place in paired and _is_telling(step.made)):
+        # Values that are so many and so different are made twice by chance only if they mean the same.
+        is_telling = place in paired and any(is_real(made) and torch.unique(made).numel() > 2 for made in step.made)
+        if place in meets or is_telling:
             meets |= {place, *(made_by[id(tensor)] for tensor in step.read if id(tensor) in made_by)}
     for place, step in enumerate(run.steps):
         if place not in paired and place not in meets and step.made and step.is_taken == is_taken:
@@ -259,11 +257,6 @@ def _is_same(ours: Tensor, theirs: Tensor, apart: float) -> bool:
         return torch.equal(a, b)
     size = float(a.abs().nan_to_num(0.0, 0.0, 0.0).max()) if a.numel() else 0.0
     return torch.allclose(a, b, rtol=apart, atol=apart * size, equal_nan=True)
-
-
-def _is_telling(made: Sequence[Tensor]) -> bool:
-    """Whether values are so many, and so different, that two ops make them by chance only if they mean the same."""
-    return any(is_real(tensor) and torch.unique(tensor).numel() > 2 for tensor in made)
 
 
 def trees_differ(ours: Node, theirs: Node) -> str | None:

@@ -472,18 +472,14 @@ class MistakeSearch:
         below = {one.name for one in down([one for one in self._nodes.values() if one.name in inside])}
         # What is made of the piece's own tensors has the mistake, and explains nothing.
         left_out = {*(n.name for n in trial.inputs), *inside, *below}
-        values: dict[str, torch.Tensor] = {}
         read = dict(self._read_there(node))
-        for name, value in itertools.chain(read.items(), self._nearest(node)):
-            if name in values or name in left_out or not isinstance(value, torch.Tensor):
-                continue
-            if not any(value.shape == one or (name in read and broadcasts_alike(value.shape, one)) for one in shapes):
-                continue
-            if len(values) == _MOST_OTHERS:
-                break
-            if value.numel() <= _LARGEST_OTHER:
-                values[name] = value.detach()
-        return values
+        found = (
+            (name, value.detach())
+            for name, value in {**read, **dict(self._nearest(node))}.items()
+            if name not in left_out and isinstance(value, torch.Tensor) and value.numel() <= _LARGEST_OTHER
+            if any(value.shape == one or (name in read and broadcasts_alike(value.shape, one)) for one in shapes)
+        )
+        return dict(itertools.islice(found, _MOST_OTHERS))
 
     def _read_there(self, node: Node) -> Iterator[tuple[str, Any]]:
         """Yield the counterparts of what the candidate's ops of a region read."""

@@ -45,7 +45,6 @@ from glassengine.judge.site_pairs import (
     passes_on,
     ports,
     reads_counterparts,
-    reads_the_same,
     sibling_of,
 )
 from glassengine.ops.traits import traits_of
@@ -288,18 +287,13 @@ def pair_programs(baseline: Program, candidate: Program, cases: Sequence[Case]) 
     """Return baseline node -> pair; programs of the same ops in the same order pair without being run."""
     pairs, ours, theirs = pair_sites(baseline, candidate)
     counterparts = {pair.baseline.node: pair.candidate.node for pair in pairs}
-    left, right = ({node.name: node for node in program.graph.nodes} for program in (baseline, candidate))
+    left, right = baseline.nodes, candidate.nodes
     names = ports(baseline), ports(candidate)
     are_files = baseline.onnx is not None and candidate.onnx is not None
-    is_alike = reads_counterparts if are_files else reads_the_same
-    if (
-        not ours
-        and not theirs
-        and all(is_alike(left[a], right[b], counterparts, names) for a, b in counterparts.items())
-    ):
-        other_ops = {a for a, b in counterparts.items() if left[a].target != right[b].target}
-        if _are_apart(other_ops, left):
-            return {pair.baseline.node: pair for pair in pairs}
+    other_ops = {a for a, b in counterparts.items() if left[a].target != right[b].target}
+    is_alike = not ours and not theirs and (are_files or not other_ops) and _are_apart(other_ops, left)
+    if is_alike and all(reads_counterparts(left[a], right[b], counterparts, names) for a, b in counterparts.items()):
+        return {pair.baseline.node: pair for pair in pairs}
     return Counterparts(baseline, candidate, probe(candidate, cases)).find()
 
 

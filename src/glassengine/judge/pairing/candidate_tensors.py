@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from glassengine.capture.observers import run_program
 from glassengine.judge.cases import Case, StepInputs, by_name, empty_caches
 from glassengine.judge.exclusions.perturbation import unread_nodes
-from glassengine.numerics.arrangements import Arrangement, Size, arrangements
+from glassengine.numerics.arrangements import Arrangement, arrangements
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.mask_values import HIDDEN, sentinel
 from glassengine.program.kinds.image_text import ROWS
@@ -84,7 +84,7 @@ def probe(program: Program, cases: Sequence[Case]) -> list[ProbeStep]:
 
 
 def _of_module(case: Case) -> list[Mapping[str, Any]]:
-    largest = sorted(case.steps, key=_num_elements, reverse=True)
+    largest = sorted(case.steps, key=lambda step: sum(t.numel() for t in named_inputs(step).values()), reverse=True)
     padded = next((step for step in largest if _padding(step) is not None), None)
     if padded is None:
         return largest[:NUM_STEPS]
@@ -105,10 +105,6 @@ def _padding(step: Mapping[str, Any]) -> torch.Tensor | None:
     """Return which tokens of a step are real, not padding; None if all are."""
     masks = [step[name].bool() for name in _ones(step)]
     return next((mask for mask in masks if not bool(mask.all())), None)
-
-
-def _num_elements(step: Mapping[str, Any]) -> int:
-    return sum(tensor.numel() for tensor in named_inputs(step).values())
 
 
 def _short(case: Case) -> Case:
@@ -163,7 +159,7 @@ class CandidateTensors:
         everywhere = [node for node in program.graph.nodes if all(node.name in step.values for step in steps)]
         twins = _dead_twins(program)
         self.nodes: dict[str, Node] = {n.name: n for n in everywhere if is_tensor_node(n) and n.name not in twins}
-        self.all_nodes: dict[str, Node] = {node.name: node for node in program.graph.nodes}
+        self.all_nodes = program.nodes
         self.inputs = {port.name: self.all_nodes[port.node] for port in program.inputs}
         self.order = {node.name: place for place, node in enumerate(program.graph.nodes)}
         self.ancestors = ancestors_of(program)
@@ -272,7 +268,9 @@ class CandidateTensors:
         for name in self.of_number(predicted):
             is_free = name not in self.taken and not besides >> self.order[name] & 1
             if is_free and self.nodes[name].meta["val"].is_floating_point():
-                yield name, list(zip(sums, self._sums_of(name), strict=True))[: self._num_unpadded]
+                if name not in self._sums:
+                    self._sums[name] = [_sums(value) for value in self.values(CandidateTensor(name))]
+                yield name, list(zip(sums, self._sums[name], strict=True))[: self._num_unpadded]
 
     def _arranged(self, name: str, shapes: tuple[Any, ...]) -> Iterator[CandidateTensor]:
         theirs = self._shapes[name]
@@ -280,11 +278,6 @@ class CandidateTensors:
             self._hows[theirs, shapes] = _hows(theirs, shapes)
         for how in self._hows[theirs, shapes]:
             yield CandidateTensor(name, how)
-
-    def _sums_of(self, name: str) -> list[_Sums]:
-        if name not in self._sums:
-            self._sums[name] = [_sums(value) for value in self.values(CandidateTensor(name))]
-        return self._sums[name]
 
 
 def shapes_of(values: Values) -> tuple[Any, ...]:
@@ -329,14 +322,10 @@ def _hows(theirs: tuple[Any, ...], shapes: tuple[Any, ...]) -> list[Arrangement 
         return found
     if sum(size > 1 for size in theirs[0]) < 2 and theirs == shapes:
         return found
-    for how in arrangements(_by_dimension(theirs), _by_dimension(shapes)):
+    for how in arrangements(list(zip(*theirs, strict=True)), list(zip(*shapes, strict=True))):
         if not how.is_trivial and all(how.fits(a, b) for a, b in zip(theirs, shapes, strict=True)):
             found.append(how)
     return found
-
-
-def _by_dimension(shapes: Sequence[Sequence[int]]) -> list[Size]:
-    return list(zip(*shapes, strict=True))
 
 
 def _may_be_near(sums: Sequence[tuple[_Sums, _Sums]], most: float) -> bool:
@@ -356,11 +345,6 @@ def ancestors_of(program: Program) -> dict[str, int]:
         for source in node.all_input_nodes:
             made_of[node.name] |= made_of[source.name]
     return made_of
-
-
-def _size(value: torch.Tensor) -> float:
-    """Root mean square of the numbers in a tensor."""
-    return _sums(value).size
 
 
 def _sums(value: torch.Tensor) -> _Sums:
@@ -405,5 +389,5 @@ def _distance(candidate: torch.Tensor, predicted: torch.Tensor) -> float:
 
 
 def _relative(theirs: torch.Tensor, ours: torch.Tensor, left_out: torch.Tensor) -> float:
-    error, size = (_size(torch.where(left_out, 0.0, value)) for value in (theirs - ours, ours))
+    error, size = (_sums(torch.where(left_out, 0.0, value)).size for value in (theirs - ours, ours))
     return error / size if size else (0.0 if error == 0 else float("inf"))

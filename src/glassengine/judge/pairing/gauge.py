@@ -85,10 +85,9 @@ def taken_back(
 
 def guilty_of(baseline: Program, origins: Collection[str], wrong_results: Collection[str]) -> set[str]:
     """Return the origins that are a wrong result, or alone above one."""
-    nodes = {node.name: node for node in baseline.graph.nodes}
     found = set(origins).intersection(wrong_results)
     for result in wrong_results:
-        above = {node.name for node in ancestors(nodes[result])} | {result}
+        above = {node.name for node in ancestors(baseline.node(result))} | {result}
         if len(own := above.intersection(origins)) == 1:
             found |= own
     return found
@@ -107,7 +106,7 @@ class _Two:
         self._programs = baseline, candidate
         self._pairs = pairs
         self._inputs, self._weights = inputs, baseline.weights()
-        self._theirs = {node.name: node for node in candidate.graph.nodes}
+        self._theirs = candidate.nodes
         self._tables = _tables(baseline)
         self._equal_weights: dict[tuple[Node, Node], bool] = {}
         self._operands: dict[Node, list[tuple[Node, Node]] | None] = {}

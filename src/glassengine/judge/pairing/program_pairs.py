@@ -32,7 +32,7 @@ from glassengine.judge.site_pairs import (
     passes_on,
     ports,
     readers_of,
-    reads_the_same,
+    reads_counterparts,
     rounded_to,
 )
 from glassengine.numerics.arrangements import Arrangement
@@ -97,7 +97,7 @@ class ProgramPairs:
             for source in node.all_input_nodes
             if source.name in self.counterparts
         }
-        return reads_the_same(node, theirs, names, self._ports) and self.weights.agree(node, theirs)
+        return reads_counterparts(node, theirs, names, self._ports) and self.weights.agree(node, theirs)
 
     def same_op(self, node: Node, predicted: Values | None = None) -> CandidateTensor | None:
         """Return what the candidate's same op makes of the counterparts of what `node` reads, where there is one.
@@ -156,12 +156,11 @@ class ProgramPairs:
 
         The candidate's are 0 where none of its ops reads the weight.
         """
-        nodes = {node.name: node for node in self._baseline.graph.nodes}
         found: dict[tuple[str, ...], list[int]] = {}
         for weight in self._baseline.weights():
             same = tuple(self.weights.as_stored(weight))
             both = found.setdefault(same, [0, 0])
-            for user in readers_of(nodes[weight]):
+            for user in readers_of(self._baseline.node(weight)):
                 both[0] |= 1 << self.order[user.name]
             for user in (user for name in same for user in readers_of(self.tensors.all_nodes[name])):
                 both[1] |= 1 << self.tensors.order[user.name]

@@ -17,7 +17,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
 from glassengine.judge.hypotheses.mistakes.weights_read import relation
-from glassengine.judge.site_pairs import operands_of, origin_of, passed_on, passes_on, ports, readers_of
+from glassengine.judge.site_pairs import operands_of, origin_of, passed_on, ports, readers_of
 from glassengine.numerics.arrangements import arrangements
 from glassengine.numerics.float64 import is_real
 from glassengine.numerics.judgement import unit_roundoff
@@ -129,9 +129,8 @@ def _is_unchanged(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.T
 def _reads(baseline: Program, candidate: Program, pairs: Mapping[str, str]) -> Iterator[_Read]:
     """Yield what the two ops of each pair read in the same place, where they read the same otherwise."""
     ours, theirs = _Side(baseline), _Side(candidate)
-    nodes = {node.name: node for node in candidate.graph.nodes}
     for node in baseline.graph.nodes:
-        other = nodes.get(pairs.get(node.name, ""))
+        other = candidate.nodes.get(pairs.get(node.name, ""))
         if other is None:
             continue
         (own, given), (held, taken) = ours.read(node), theirs.read(other)
@@ -164,9 +163,7 @@ class _Side:
         for leaf in operands_of(node):
             if not isinstance(leaf.meta.get("val"), torch.Tensor):
                 continue
-            source = leaf
-            while source.name in self._constant and passes_on(source) and isinstance(source.args[0], Node):
-                source = source.args[0]
+            source = origin_of(leaf) if leaf.name in self._constant else leaf
             if source.name in self.weights:
                 weights.append(source.name)
             else:
@@ -199,7 +196,7 @@ class SameWeights:
 
     def __init__(self, baseline: Program, candidate: Program) -> None:
         self._ours, self._theirs = baseline.weights(), candidate.weights()
-        self._nodes = {node.name: node for node in candidate.graph.nodes}
+        self._nodes = candidate.nodes
         self._known: dict[str, list[str]] = {}
         self._order = {name: place for place, name in enumerate(self._theirs)}
         self._by_number: dict[int, list[tuple[float, str]]] = {}

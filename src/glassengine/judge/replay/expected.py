@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
+from glassengine.judge.exclusions.masked import completed
 from glassengine.judge.flat_graphs import with_values
 from glassengine.judge.pieces import Piece
 from glassengine.judge.replay.reference import NUM_NOISE_RUNS, ReferenceRun, sampled
@@ -147,10 +148,9 @@ class SegmentReplay:
         self._program = program
         self._rounded = rounded or {}
         self._coarsest = coarsest
-        nodes = {node.name: node for node in program.graph.nodes}
         self._ports = {port.name: port.node for port in program.inputs}
         self._presents = [
-            (self._ports[past], nodes[program.output_nodes[present]]) for past, present in program.caches.items()
+            (self._ports[past], program.node(program.output_nodes[present])) for past, present in program.caches.items()
         ]
         self.values: dict[str, torch.Tensor] = {}
 
@@ -250,16 +250,6 @@ class SegmentReplay:
 
 def _completed(value: torch.Tensor, reference: Reference) -> torch.Tensor | None:
     """Return `value` in the shape of the reference: a growing cache is shorter than the static one."""
-    wanted = reference.native.shape
-    if value.shape == wanted:
-        return value
-    if (
-        value.dim() != len(wanted)
-        or value.dim() < 3
-        or value.shape[:-2] + value.shape[-1:] != wanted[:-2] + wanted[-1:]
-    ):
-        return None
-    if value.shape[-2] > wanted[-2]:
-        return None
-    rest = reference.native.narrow(-2, value.shape[-2], wanted[-2] - value.shape[-2]).to(value.dtype)
-    return torch.cat([value, rest], -2)
+    slots = value.dim() - 2 if value.dim() > 2 else None
+    found = completed(value, reference.native, slots, 0)
+    return found if found.shape == reference.native.shape else None

@@ -50,24 +50,22 @@ from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
 from glassengine.program.onnx.function import Composite
 from glassengine.program.representation.naming import op_name
-from glassengine.program.representation.program import Program
 
 
 class Ops:
     """Pieces of one op, for one candidate.
 
     Args:
-        program: The baseline program.
         values: What the candidate has.
         worth_a_bound: From this noise ratio on the rounding bound is worked out; the verdict does not depend on it
             below `INTRODUCED_SUSPICIOUS`, but the bound ratio is known for more tensors.
     """
 
-    def __init__(self, program: Program, values: Values, *, worth_a_bound: float) -> None:
+    def __init__(self, values: Values, *, worth_a_bound: float) -> None:
         self.values = values
         self.worth_a_bound = worth_a_bound
         self.generator = torch.Generator()
-        self.folded = Folded(program, values, self.generator)
+        self.folded = Folded(values, self.generator)
         self.computed_again = ComputedAgain(values)
         self.relative_floors: dict[str, float] = {}
         self.begin()
@@ -97,7 +95,7 @@ class Ops:
     def _native(self, op: Node, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One sample of legal error: the op in the candidate's own dtypes; None where they do not mix."""
         if self.values.dtype is not None:
-            args, kwargs = self.values.narrowed(op)
+            args, kwargs = self.values.arguments(op, are_narrowed=True)
             args, _ = self.values.as_read(op, args)
         try:
             return call(*args, **kwargs)
@@ -380,13 +378,12 @@ class Folded:
     """What a program makes of its weights alone, and what another kernel may make of them.
 
     Args:
-        program: With weights.
         values: Of the candidate: what it has as an input, or what the program makes in its own dtype.
         generator: Of the noise.
     """
 
-    def __init__(self, program: Program, values: Values, generator: torch.Generator) -> None:
-        self._in_float64: dict[str, Any] = dict(program.weights())
+    def __init__(self, values: Values, generator: torch.Generator) -> None:
+        self._in_float64: dict[str, Any] = dict(values.program.weights())
         self._values = values
         self._generator = generator
 
@@ -410,24 +407,20 @@ class Folded:
         def on(inputs: Mapping[str, torch.Tensor]) -> Operation:
             return in_float64(op, call, lambda source: inputs.get(source.name, values[source.name]))
 
-        return on(exact), [on(other).exact for other in _made_otherwise(exact, values, self._generator)]
+        spreads = {}
+        for name, value in exact.items():
+            own = float((values[name].double() - value).square().mean().sqrt())
+            least = unit_roundoff(values[name].dtype) * float(value.square().mean().sqrt())
+            spreads[name] = _SPREAD * max(own, least)
+
+        def otherwise() -> dict[str, Tensor]:
+            noise = {name: torch.randn(value.shape, generator=self._generator) for name, value in exact.items()}
+            return {name: value + spreads[name] * noise[name] for name, value in exact.items()}
+
+        return on(exact), [on(otherwise()).exact for _ in range(NUM_NOISE_RUNS)]
 
     def _exact(self, node: Node) -> Any:
         """Return a value in float64; a weight as it is."""
         if node.name not in self._in_float64:
             self._in_float64[node.name] = in_float64(node, target_of(node), self._exact).exact
         return self._in_float64[node.name]
-
-
-def _made_otherwise(
-    exact: Mapping[str, torch.Tensor], native: Mapping[str, Any], generator: torch.Generator
-) -> list[dict[str, torch.Tensor]]:
-    spreads = {}
-    for name, value in exact.items():
-        own = float((native[name].double() - value).square().mean().sqrt())
-        least = unit_roundoff(native[name].dtype) * float(value.square().mean().sqrt())
-        spreads[name] = _SPREAD * max(own, least)
-    return [
-        {name: value + spreads[name] * torch.randn(value.shape, generator=generator) for name, value in exact.items()}
-        for _ in range(NUM_NOISE_RUNS)
-    ]

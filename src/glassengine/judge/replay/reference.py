@@ -304,9 +304,7 @@ class ReferenceRun:
 
         def argument(source: Node, lane: int) -> Any:
             value = env[source][lane]
-            if lane == 1:
-                return value
-            if isinstance(value, (int, float, torch.SymInt)):
+            if lane == 1 or isinstance(value, (int, float, torch.SymInt)):
                 return value
             if not isinstance(value, torch.Tensor):
                 return pytree.tree_map(retarget, value)

@@ -18,7 +18,7 @@ Where `noise_ratio` is None nothing was rounded: only the explanations of choice
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -34,11 +34,9 @@ from glassengine.judge.pieces import Piece
 from glassengine.judge.replay.expected import Claim, ReplayedTensor, SegmentReplay, expected_of
 from glassengine.judge.replay.op import MOST_DEPTH, CandidateCall, OneOp, Ops
 from glassengine.judge.replay.values import Values
-from glassengine.numerics.activations import Read
-from glassengine.numerics.float64 import FLOAT32_SUMS, Accumulation
+from glassengine.numerics.float64 import Accumulation
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.kinds import NOTHING, KnownValues, in_kind
-from glassengine.numerics.noise import WideOperands
 from glassengine.numerics.verdict import TIE
 from glassengine.ops.row import argument
 from glassengine.ops.traits import traits_of
@@ -64,87 +62,47 @@ class Cut(Enum):
     SEGMENT = "segment"
 
 
-class Replay:
+@dataclass(eq=False, repr=False, kw_only=True)
+class Replay(Values):
     """Replays pieces of the baseline program on a candidate's values.
 
-    Args:
-        program: The baseline program, with weights.
-        cut: Where pieces begin.
-        compiled: Whether the candidate has kernels of its own, or another dtype than the baseline.
-        dtype: Floating dtype of the candidate's weights; None for the baseline's own.
-        wide_operands: Which of the candidate's products may read unrounded registers, as its other ops may.
-        accumulation: How the candidate's products are summed.
-        worth_a_bound: See `Ops`.
-        operands: Node of a product -> what the candidate's kernel reads of activations, where it rounds them.
-        derive_views: Whether a view of what was observed counts as observed: of a record that has no views.
-        rounded: Node -> dtype that the candidate's kernel rounds to, what it reads as well, though its result has more.
-        of_regions: How products inside of regions are summed, where that is coarser: what they read was not observed.
-
     Attributes:
+        cut: Where pieces begin.
+        worth_a_bound: See `Ops`.
+        of_regions: How products inside of regions are summed, where that is coarser: what they read was not observed.
         ops: Pieces of one op.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        *,
-        cut: Cut = Cut.OP,
-        compiled: bool = False,
-        dtype: torch.dtype | None = None,
-        wide_operands: WideOperands = "thin products",
-        accumulation: Accumulation = FLOAT32_SUMS,
-        worth_a_bound: float = 1.6,
-        operands: Mapping[str, Callable[[torch.Tensor], Read]] | None = None,
-        derive_views: bool = False,
-        rounded: Mapping[str, torch.dtype] | None = None,
-        of_regions: Accumulation | None = None,
-    ) -> None:
-        self.program = program
-        tensors = ((node.name, node.meta.get("val")) for node in program.graph.nodes)
+    cut: Cut = Cut.OP
+    worth_a_bound: float = 1.6
+    of_regions: Accumulation | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        tensors = ((node.name, node.meta.get("val")) for node in self.program.graph.nodes)
         self._dtypes = {name: value.dtype for name, value in tensors if isinstance(value, torch.Tensor)}
-        self._rounded = rounded or {}
-        self._of_regions = of_regions
-        self._cut = cut
-        self._values = Values(
-            program,
-            compiled=compiled,
-            dtype=dtype,
-            wide_operands=wide_operands,
-            accumulation=accumulation,
-            operands=operands,
-            derive_views=derive_views,
-            rounded=rounded,
-        )
-        self.ops = Ops(program, self._values, worth_a_bound=worth_a_bound)
-        self._segments = None if cut is Cut.OP else SegmentReplay(program, coarsest=dtype, rounded=rounded)
+        self.ops = Ops(self, worth_a_bound=self.worth_a_bound)
+        segments = SegmentReplay(self.program, coarsest=self.dtype, rounded=self.rounded)
+        self._segments = None if self.cut is Cut.OP else segments
         self.begin()
 
     @property
     def method(self) -> str:
         """What judges, in words."""
-        return "segment" if self._cut is Cut.SEGMENT else "reverse replay"
-
-    @property
-    def accumulation(self) -> Accumulation:
-        """How the candidate's products are summed."""
-        return self._values.accumulation
-
-    def accumulate(self, how: Accumulation) -> None:
-        """Take products to be summed so from the next case on; kernels stay those of the side's runtime."""
-        self._values.accumulate(how)
+        return "segment" if self.cut is Cut.SEGMENT else "reverse replay"
 
     @property
     def values(self) -> Mapping[str, Any]:
         """What the candidate was given and made in this step, by baseline node; of segments up to the present one."""
-        if self._segments is not None and self._cut is Cut.SEGMENT:
+        if self._segments is not None and self.cut is Cut.SEGMENT:
             return self._segments.values
-        return self._values.observed
+        return self.observed
 
     def begin(self) -> None:
         """Start a case, with an empty cache; nothing of earlier cases has a part in it."""
         self.ops.begin()
         if self._segments is not None:
-            self._segments.begin(self._of_regions or self.accumulation)
+            self._segments.begin(self.of_regions or self.accumulation)
 
     def begin_step(
         self, given: Given, made: Mapping[str, torch.Tensor], caches: Mapping[str, torch.Tensor] | None = None
@@ -161,13 +119,13 @@ class Replay:
             name: in_kind(value, self._dtypes.get(name, value.dtype)) if isinstance(value, torch.Tensor) else value
             for name, value in made.items()
         }
-        if self._cut is not Cut.SEGMENT:
-            self._values.begin_step({**named, **(caches or {})}, made)
+        if self.cut is not Cut.SEGMENT:
+            self.take({**named, **(caches or {})}, made)
         if self._segments is not None:
             valid = partial(valid_in_step, self.program, given)
             # Caches are the baseline's, for any candidate: empty before the first step, and kept by the run from there.
             empty = {} if self._segments.has_run else empty_caches(self.program, named)
-            asked = (lambda _: True) if self._cut is Cut.SEGMENT else self._values.lacks_inputs
+            asked = (lambda _: True) if self.cut is Cut.SEGMENT else self.lacks_inputs
             self._segments.begin_step({**named, **empty}, made.get, valid, asked)
 
     @torch.no_grad()
@@ -184,15 +142,11 @@ class Replay:
 
         `native` is what the baseline's own run has there, where the candidate's tensor was found identical.
         """
-        if self._segments is not None and (self._cut is Cut.SEGMENT or self._values.lacks_inputs(node)):
+        if self._segments is not None and (self.cut is Cut.SEGMENT or self.lacks_inputs(node)):
             found = self._segments.expected(node, candidate)
             return None if found is None else found[0].replayed(found[1])
-        claim = Claim(node, candidate.to(self._rounded.get(node.name, candidate.dtype)), valid, known, piece_of)
-        if (
-            native is not None
-            and self._values.take_same(node, claim.candidate, native)
-            and self._values.reads_same(node)
-        ):
+        claim = Claim(node, candidate.to(self.rounded.get(node.name, candidate.dtype)), valid, known, piece_of)
+        if native is not None and self.take_same(node, claim.candidate, native) and self.reads_same(node):
             return proven(claim, self.ops)
         call = self.ops.called(claim)
         return None if call is None else replayed(call)
@@ -206,7 +160,7 @@ class Replay:
 
     def inside(self, judged: Collection[str]) -> dict[str, set[str]]:
         """Return the nodes within pieces that were judged at their ends: node -> ends, of these `judged` nodes."""
-        return {} if self._cut is Cut.OP else covered(self.program, judged)
+        return {} if self.cut is Cut.OP else covered(self.program, judged)
 
 
 def as_read(one: OneOp, first: ReplayedTensor | None) -> Iterator[ReplayedTensor]:

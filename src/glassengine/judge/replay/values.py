@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -61,52 +61,42 @@ def in_float64(op: Node, call: Callable[..., Any], read: Callable[[Node], Any]) 
     return Operation(op_name(op), call, args, kwargs, call(*args, **kwargs))
 
 
+@dataclass(eq=False, repr=False)
 class Values:
-    """The values of one candidate.
+    """The values of one candidate, and what is known of its kernels.
 
-    Args:
+    Attributes:
         program: The baseline program, with weights.
         compiled: Whether the candidate has kernels of its own, or another dtype than the baseline.
         dtype: Floating dtype of the candidate's weights; None for the baseline's own.
         wide_operands: Which of the candidate's products may read unrounded registers, as its other ops may.
         accumulation: How the candidate's products are summed.
-        operands: Node of a product -> what it reads of activations.
-        derive_views: Whether a view of what was observed counts as observed.
-        rounded: Node -> dtype that the candidate's kernel rounds to, what it reads as well.
-
-    Attributes:
+        operands: Node of a product -> what the candidate's kernel reads of activations, where it rounds them.
+        derive_views: Whether a view of what was observed counts as observed: of a record that has no views.
+        rounded: Node -> dtype that the candidate's kernel rounds to, what it reads as well, though its result has more.
         observed: What the candidate was given and made in this step, by node; sizes and lists join when asked for.
         constant: Names of the nodes that depend on weights alone.
-        dtype: As given.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        *,
-        compiled: bool,
-        dtype: torch.dtype | None,
-        wide_operands: WideOperands,
-        accumulation: Accumulation,
-        operands: Mapping[str, Callable[[torch.Tensor], Read]] | None = None,
-        derive_views: bool = False,
-        rounded: Mapping[str, torch.dtype] | None = None,
-    ) -> None:
-        self._operands = operands or {}
-        self._rounded = rounded or {}
-        self._derive_views = derive_views
-        self.compiled = compiled
-        self.accumulation = accumulation
-        self.observed: dict[str, Any] = {}
-        self.constant = {node.name for node in weight_only_nodes(program)}
-        self.dtype = dtype
-        self._wide_operands = wide_operands
-        self._weights = program.weights()
+    program: Program
+    _: KW_ONLY
+    compiled: bool = False
+    dtype: torch.dtype | None = None
+    wide_operands: WideOperands = "thin products"
+    accumulation: Accumulation = FLOAT32_SUMS
+    operands: Mapping[str, Callable[[torch.Tensor], Read]] = field(default_factory=dict)
+    derive_views: bool = False
+    rounded: Mapping[str, torch.dtype] = field(default_factory=dict)
+    observed: dict[str, Any] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.constant = {node.name for node in weight_only_nodes(self.program)}
+        self._weights = self.program.weights()
         self._made_of_weights: dict[str, Any] = {}
-        self._inputs = {port.name: port.node for port in program.inputs}
+        self._inputs = {port.name: port.node for port in self.program.inputs}
         self._same: set[str] = set()
 
-    def begin_step(self, inputs: Mapping[str, torch.Tensor], made: Mapping[str, torch.Tensor]) -> None:
+    def take(self, inputs: Mapping[str, torch.Tensor], made: Mapping[str, torch.Tensor]) -> None:
         """Take over a step: inputs by name, caches among them, and what was made by node."""
         self.observed = {self._inputs[name]: tensor for name, tensor in inputs.items() if name in self._inputs}
         self.observed |= made
@@ -124,7 +114,7 @@ class Values:
 
     def reads_same(self, node: Node) -> bool:
         """Whether all that an op reads is bitwise the baseline's own, and read as it is."""
-        if self._operands or self._rounded:
+        if self.operands or self.rounded:
             return False
         return all(
             source.name in self._same
@@ -134,8 +124,8 @@ class Values:
         )
 
     def accumulate(self, how: Accumulation) -> None:
-        """Take products to be summed so from now on; kernels stay those of the candidate's runtime."""
-        self.accumulation = dataclasses.replace(how, kernels=self.accumulation.kernels)
+        """Take products to be summed so from the next case on; kernels stay those of the candidate's runtime."""
+        self.accumulation = replace(how, kernels=self.accumulation.kernels)
 
     def of(self, node: Node) -> Any:
         """Return the candidate's value of a node, or a weight as the program has it.
@@ -156,13 +146,18 @@ class Values:
         (self._made_of_weights if is_constant else self.observed)[node.name] = value
         return value
 
-    def arguments(self, op: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return what the candidate fed to its op.
+    def arguments(self, op: Node, *, are_narrowed: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what the candidate fed to its op, weights as the program has them, or narrowed to its own dtype.
 
         Raises:
             NoCounterpart: Part of it was not observed.
         """
-        found: tuple[tuple[Any, ...], dict[str, Any]] = torch.fx.node.map_arg((op.args, dict(op.kwargs)), self.of)
+
+        def read(node: Node) -> Any:
+            value = self.of(node)
+            return value.to(self.dtype) if are_narrowed and is_real(value) and node.name in self.constant else value
+
+        found: tuple[tuple[Any, ...], dict[str, Any]] = torch.fx.node.map_arg((op.args, dict(op.kwargs)), read)
         return found
 
     def as_read(self, op: Node, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...] | None]:
@@ -171,7 +166,7 @@ class Values:
         The second are arguments of the same op, whose result bounds how far the first may be another by reading; None
         where the kernel reads what it is given.
         """
-        reader = self._operands.get(op.name)
+        reader = self.operands.get(op.name)
         if reader is None:
             return args, None
         read = {
@@ -181,15 +176,6 @@ class Values:
         }
         values = [read[place].values if place in read else value for place, value in enumerate(args)]
         return tuple(values), _room(op, values, {place: found.slack for place, found in read.items()})
-
-    def narrowed(self, op: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return what the candidate fed to its op, weights in its own dtype."""
-        found: tuple[tuple[Any, ...], dict[str, Any]] = torch.fx.node.map_arg((op.args, dict(op.kwargs)), self._narrow)
-        return found
-
-    def _narrow(self, node: Node) -> Any:
-        value = self.of(node)
-        return value.to(self.dtype) if is_real(value) and node.name in self.constant else value
 
     def lacks_inputs(self, node: Node) -> bool:
         """Whether a tensor that the op reads was not observed; lists and sizes are what they are made of."""
@@ -201,7 +187,7 @@ class Values:
         return False
 
     def _is_derived(self, node: Node) -> bool:
-        return self._derive_views and is_view(node)
+        return self.derive_views and is_view(node)
 
     def roundoff(self, op: Node, result: torch.Tensor) -> Roundoff:
         """Return how the candidate may have rounded the inputs and the result of an op."""
@@ -215,11 +201,11 @@ class Values:
                     of_weights.add(self.dtype)
             elif is_real(value):
                 of_inputs.add(value.dtype)
-        if not self.compiled or reads_memory(op, result.shape, self._wide_operands):
+        if not self.compiled or reads_memory(op, result.shape, self.wide_operands):
             of_inputs = set()
         of_inputs |= {dtype for source in op.all_input_nodes for dtype in self._to_come(source)}
-        if op.name in self._rounded:  # a table of results is looked up by what is read, rounded
-            of_inputs.add(self._rounded[op.name])
+        if op.name in self.rounded:  # a table of results is looked up by what is read, rounded
+            of_inputs.add(self.rounded[op.name])
         how = self.accumulation if traits_of(op).reads_memory else FLOAT32_SUMS
         return Roundoff(
             unit_roundoff(result.dtype),

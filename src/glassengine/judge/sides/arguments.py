@@ -208,7 +208,8 @@ class _Match:
         free = [name for name, parts in leaves.items() if any(isinstance(part, torch.Tensor) for part in parts)]
         renamed: dict[str, str] = {}
         missing = [p for p in self._parameters if p.is_required and p.name not in first]
-        for name in _numbers_of(first, known):
+        numbers = [name for name, one in first.items() if isinstance(one, (int, float)) and not isinstance(one, bool)]
+        for name in (name for name in numbers if name not in known):
             # A number goes to the first argument that is one, or else to the last that nothing is known of.
             places = [p for p in missing if p.is_number] or (missing[-1:] if len(missing) > len(free) else [])
             if places:
@@ -398,12 +399,3 @@ def _with_own(steps: Sequence[Step], arguments: Arguments) -> Sequence[Step]:
         recipes = {**steps.recipes, **dict.fromkeys(arguments.own, "positions, for the candidate alone: 0, 1, ...")}
         return MadeUp(extended, recipes=recipes, origin=steps.origin, num_in_file=steps.num_in_file)
     return extended
-
-
-def _numbers_of(step: Step, known: set[str]) -> list[str]:
-    """Return the inputs that are numbers and no argument of the candidate."""
-    return [
-        name
-        for name, value in step.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in known
-    ]

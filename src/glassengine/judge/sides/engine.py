@@ -197,9 +197,8 @@ class RanksSide(ProgramSide):
         ours = {own: node for node, own in self.counterparts.items()}
         found = []
         for stage, sums in self._sums.items():
-            nodes = {node.name: node for node in self.parts[stage][0].graph.nodes}
             for name, results in sums.items():
-                term = nodes[name].args[0].name
+                term = self.parts[stage][0].node(name).all_input_nodes[0].name
                 terms = [seen[term] for seen in self._seen if term in seen]
                 node = ours.get(term.removesuffix("_partial"))
                 if node is not None and len(terms) == len(results) == self.places:
@@ -244,7 +243,7 @@ class RanksSide(ProgramSide):
         ]
 
     def _rank(self, node: str, place: int) -> int:
-        stage = next((n for n, row in enumerate(self.parts) if any(x.name == node for x in row[0].graph.nodes)), 0)
+        stage = next((n for n, row in enumerate(self.parts) if node in row[0].nodes), 0)
         return stage * self.places + place
 
     def blamed(self, node: Node, observed: Observed, expected: Tensor) -> tuple[int | None, tuple[Hint, ...]]:

@@ -88,16 +88,14 @@ class ModuleSide(Side):
         if path is None:
             raise error
         who = "baseline" if self.place is Place.PROGRAM else "candidate"
+        step = f"step {self._steps}"
+        if self.baseline.generates:
+            step = f"decode {step}" if self._steps else f"{step} (prefill)"
         raise IncomparableError(
-            f"the {who} cannot run: its forward raised in {path or type(self.module).__name__}, in {self._place()}",
+            f"the {who} cannot run: its forward raised in {path or type(self.module).__name__}, in {step}",
             got=described(error),
             hint=None if self.beside is None else until_here(self._values, self.beside.module_outputs()),
         ) from error
-
-    def _place(self) -> str:
-        if not self.baseline.generates:
-            return f"step {self._steps}"
-        return f"decode step {self._steps}" if self._steps else "step 0 (prefill)"
 
     def _run(self, inputs: Given) -> None:
         with torch.no_grad(), observing(self.module, self._keep, called_as=self.baseline.called_as):
@@ -120,8 +118,7 @@ class ModuleSide(Side):
         given = taken_by(self.module, inputs) if self.arguments is None else self.arguments.of(inputs)
         with restored_modes(self.module, self.training):
             returned, written = run_with(self.module, self.state, given)
-        named = {n if self.arguments is None else self.arguments.ours(n): after for n, after in written.items()}
-        self.written = named
+        self.written = {n if self.arguments is None else self.arguments.ours(n): one for n, one in written.items()}
         return returned
 
     def module_outputs(self) -> Mapping[str, torch.Tensor]:

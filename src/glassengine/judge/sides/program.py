@@ -159,6 +159,8 @@ class SourceSide(Side):
     program: Program = field(kw_only=True)
     replay: Replay = field(kw_only=True)
     place: Place = field(default=Place.SOURCE, kw_only=True)
+    _values: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
+    _returned: Mapping[str, torch.Tensor] = field(default_factory=dict, init=False)
 
     @cached_property
     def counterparts(self) -> Mapping[str, str]:
@@ -168,11 +170,6 @@ class SourceSide(Side):
     def chooser(self) -> ModuleSide:
         """Return a side of the same module, to be run without being judged."""
         return ModuleSide(self.module, self.program)
-
-    def begin(self, case: Case) -> None:
-        """Forget the values of an earlier case."""
-        self._values: dict[str, torch.Tensor] = {}
-        self._returned: Mapping[str, torch.Tensor] = {}
 
     def step(self, inputs: Given) -> None:
         """Run the file once."""

@@ -44,12 +44,11 @@ class Arranged:
     def __init__(self, baseline: Program | None = None, pairs: Mapping[str, SitePair] | None = None) -> None:
         self._sizes: dict[Any, int] = {}
         self._hows: dict[str, Arrangement] = {}
-        self._nodes: dict[str, Node] = {}
         self._given: list[tuple[str, Node]] = []
         if baseline is None or pairs is None:
             return
         self._hows = {node: pair.arrangement for node, pair in pairs.items() if pair.arrangement is not None}
-        self._nodes = {node.name: node for node in baseline.graph.nodes if node.name in self._hows}
+        self._nodes = baseline.nodes
         self._given = [(port.name, baseline.node(port.node)) for port in baseline.inputs] if self._hows else []
 
     def begin_step(self, inputs: Mapping[str, Any]) -> None:
@@ -329,7 +328,7 @@ class Side(ABC):
             return None, {}
         ours = {port.name: port.node for port in baseline.inputs}
         counterparts = {**self.counterparts, **{ours[port.name]: port.node for port in own.inputs if port.name in ours}}
-        target = {other.name: other for other in own.graph.nodes}.get(counterparts.get(node.name, ""))
+        target = own.nodes.get(counterparts.get(node.name, ""))
         if target is None or self.arranged.is_arranged(node.name):
             return None, {}
         near = {other.name for other in ancestors(target, _DEPTH)}

@@ -142,17 +142,14 @@ class TensorsOfRanks(RecordedTensors):
         if entry is None:
             return None
         if (reason := self.together.why_not(entry)) is not None:
-            if self._lacks_positions(site, entry):
+            at = site.axes.get("sequence")
+            whole = next((one.shape for one in self._whole.entries if one.site == site.name), ())
+            if at is not None and len(whole) == len(entry.shape) > at and entry.shape[at] < whole[at]:
                 self.partial.add(site.name)
             else:
                 self.impossible[site.name] = reason
             return None
         return Observed(self.together.tensor(entry), entry.site, "name")
-
-    def _lacks_positions(self, site: Site, entry: Entry) -> bool:
-        at = site.axes.get("sequence")
-        whole = next((one.shape for one in self._whole.entries if one.site == site.name), ())
-        return at is not None and len(whole) == len(entry.shape) > at and entry.shape[at] < whole[at]
 
     def blamed(self, node: Node, site: Site, step: int, expected: Tensor) -> tuple[int | None, tuple[Hint, ...]]:
         """Return which rank has the tensor of a node wrong, and what explains it."""

@@ -14,10 +14,10 @@ from torch.fx import Node
 from glassengine.errors import IncomparableError
 from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import Seeded, Severity, are_random, results_left, results_of
-from glassengine.judge.exclusions.perturbation import unread_nodes
+from glassengine.judge.exclusions.perturbation import of_inputs, unread_nodes
 from glassengine.judge.replay.replay import covered
 from glassengine.judge.sides.protocol import ObservedAt, Place, float_nodes
-from glassengine.judge.site_pairs import ancestors, paired_results
+from glassengine.judge.site_pairs import paired_results
 from glassengine.judge.verdict.corrections import with_lines
 from glassengine.judge.verdict.coverage import coverage, granularity, missing, not_judged, region_nodes
 from glassengine.judge.verdict.origins import grouped, place_of, with_proofs
@@ -129,11 +129,8 @@ def findings_of(
     drifting = [score for score in scores if score.drift is not None]
     ends = next((score.results.drift_rows() for score in reversed(drifting) if score.results.compared), ())
     left_out = [item for score in scores for item in score.left_out.values()]
-    all_skipped = [
-        *skipped,
-        *left_out,
-        *not_judged(program, scores, main, [*skipped, *left_out], seeded),
-    ]
+    all_skipped = [*skipped, *left_out]
+    all_skipped += not_judged(program, scores, main, all_skipped, seeded)
     drawn = () if seeded is None else seeded.other_draws
     return Findings(
         baseline=baseline,
@@ -193,7 +190,9 @@ def _folded(score: Score, program: Program) -> set[str]:
     return {
         names[node.name]
         for node in program.graph.nodes
-        if node.name in names and node.users and all(u.name in inside and _is_layer(u) for u in node.users)
+        # Compilers fold what follows into the weights of such ops.
+        if node.name in names and node.users
+        if all(u.name in inside and traits_of(u).multiplies and traits_of(u).addend == 2 for u in node.users)
     }
 
 
@@ -234,12 +233,6 @@ def main_of(scores: Sequence[Score]) -> Score:
     """
     own = (Place.SOURCE, Place.PASS)
     return next((s for s in scores if s.side.observed_at is ObservedAt.OP and s.side.place not in own), scores[-1])
-
-
-def _is_layer(node: Node) -> bool:
-    """Whether compilers fold what follows into the weights of an op."""
-    traits = traits_of(node)
-    return traits.multiplies and traits.addend == 2
 
 
 def _level(
@@ -361,7 +354,8 @@ def softened(scores: Sequence[Score], program: Program) -> tuple[dict[str, list[
     """Return pairs and divergences by level, with alarms softened that cannot matter."""
     unread = unread_nodes(program)
     main = [score for score in scores if score.side.observed_at is ObservedAt.OP and score.side.place is not Place.PASS]
-    agree = [score for score in scores if _agrees(score)]
+    # All results were compared and agree, and no tie had to excuse any of them.
+    agree = [s for s in scores if s.results.compared and all(r.agrees and not r.exempt for r in s.results.compared)]
     right: set[str] = set()
     for score in main:
         flagged = {pair.site for pair in score.pairs if pair.verdict in FLAGGED}
@@ -376,6 +370,10 @@ def softened(scores: Sequence[Score], program: Program) -> tuple[dict[str, list[
             if all(pair.site in named for pair in score.pairs if pair.verdict == "wrong"):
                 excused = dict.fromkeys(right, BY_NAME_ONLY) | excused
         sites = {site.name: why for node, why in excused.items() for site in program.sites.by_node.get(node, ())}
+        origins = list(score.divergences.values())
+        # Without an op that makes an error, where results differ, the first that has fewer bits.
+        if not origins and score.coarsened is not None and not all(r.agrees for r in score.results.compared):
+            origins = [score.coarsened]
         pairs[score.side.level] = [
             dataclasses.replace(pair, verdict="suspicious", reason=sites[pair.site])
             if pair.verdict == "wrong" and pair.site in sites
@@ -386,22 +384,9 @@ def softened(scores: Sequence[Score], program: Program) -> tuple[dict[str, list[
             dataclasses.replace(found, verdict="suspicious")
             if found.verdict == "wrong" and found.node in excused
             else found
-            for found in _divergences(score)
+            for found in origins
         ]
     return pairs, divergences
-
-
-def _agrees(score: Score) -> bool:
-    """Whether all results of a side were compared and agree, and no tie had to excuse any of them."""
-    found = score.results.compared
-    return bool(found) and all(result.agrees and not result.exempt for result in found)
-
-
-def _divergences(score: Score) -> list[Divergence]:
-    """Return the ops that make an error; without one, where results differ, the first that has fewer bits."""
-    found = list(score.divergences.values())
-    is_other = any(not result.agrees for result in score.results.compared)
-    return [score.coarsened] if not found and is_other and score.coarsened is not None else found
 
 
 def vacuous(program: Program, scores: Sequence[Score]) -> Iterator[str]:
@@ -411,7 +396,8 @@ def vacuous(program: Program, scores: Sequence[Score]) -> Iterator[str]:
         program: The baseline's.
         scores: Of all sides, the unchanged baseline's first.
     """
-    independent = [name for name in results_of(program) if not _reads_inputs(program, program.output_nodes[name])]
+    varying = of_inputs(program)
+    independent = [n for n in results_of(program) if program.node(program.output_nodes[n]) not in varying]
     constant = dict.fromkeys(name for score in scores[:1] for name in score.results.constant)
     for name in independent:
         yield f"the baseline's {name} depends on no input: it says nothing of what computes on them"
@@ -427,12 +413,7 @@ def memorized(program: Program, scores: Sequence[Score]) -> Iterator[str]:
         if own is None or own is program:
             continue
         names = {node: name for name, node in program.output_nodes.items() if name in results_of(program)}
+        varying = of_inputs(program) | of_inputs(own)
         for ours, theirs in paired_results(program, own).items():
-            if ours in names and _reads_inputs(program, ours) and not _reads_inputs(own, theirs):
+            if ours in names and program.node(ours) in varying and own.node(theirs) not in varying:
                 yield f"the candidate's {names[ours]} depends on no input"
-
-
-def _reads_inputs(program: Program, node: str) -> bool:
-    ports = {port.node for port in program.inputs}
-    found = program.node(node)
-    return found.name in ports or any(other.name in ports for other in ancestors(found))

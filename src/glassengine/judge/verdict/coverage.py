@@ -52,18 +52,19 @@ def granularity_of(
     named = float_nodes(program, ("op",))
     if not named:
         return Granularity(level, 0, 1.0, 0.0, 0.0, 0.0)
+    own = named & set(judged)
     ends = {end for found in inside.values() for end in found} & named
     sizes = _sizes(program, inside)
     for node in program.graph.nodes:
         # A branch or a loop is judged where it ends, too.
-        num_inside = ops_inside(called(node)[0].target) if node.name in named & set(judged) else 0
+        num_inside = ops_inside(called(node)[0].target) if node.name in own else 0
         if num_inside > 1:
             sizes[node.name] = max(sizes[node.name], 1) + num_inside - 1
             ends.add(node.name)
     of_region = {node: min(sizes[end] for end in inside[node]) for node in named & inside.keys()}
     of_region |= {end: sizes[end] for end in ends}
     small = {node for node, size in of_region.items() if size <= MOST_OPS}
-    alone = (named & set(judged)) - ends
+    alone = own - ends
     # The first of equals: a set has another order in every process.
     largest = max((node.name for node in program.graph.nodes if node.name in ends), key=sizes.__getitem__, default=None)
     num_large = len(of_region) - len(small)
@@ -147,20 +148,16 @@ def not_judged(
     program: Program, scores: Sequence[Score], main: Score, known: Sequence[Skipped], seeded: Seeded | None
 ) -> list[Skipped]:
     """Return what was left out of the judgement of all sides, beside what is `known` of it."""
+    beside = {} if seeded is None else {RANDOM: f"; {seeded.text}"}
     return [
-        *_results_left_out(scores, seeded),
+        *(
+            Skipped(name, "both", f"not compared end to end: {why}{beside.get(why, '')}", level=score.side.level)
+            for score in scores
+            for name, why in score.results.not_compared.items()
+        ),
         *_unobserved(main, program, known),
         *_reordered(scores, program),
         *(Skipped(program.sites.by_node[node][0].name, "both", why) for node, why in _undefined(program)),
-    ]
-
-
-def _results_left_out(scores: Sequence[Score], seeded: Seeded | None) -> list[Skipped]:
-    beside = {} if seeded is None else {RANDOM: f"; {seeded.text}"}
-    return [
-        Skipped(name, "both", f"not compared end to end: {why}{beside.get(why, '')}", level=score.side.level)
-        for score in scores
-        for name, why in score.results.not_compared.items()
     ]
 
 
@@ -198,10 +195,5 @@ def _unobserved(score: Score, program: Program, skipped: Sequence[Skipped]) -> l
     if score.side.program is None:
         return []
     known = {item.site for item in skipped}
-    missing = float_nodes(program, ("op",)) - score.judged_nodes - region_nodes(score).keys()
-    sites = [program.sites.by_node[node][0].name for node in missing]
-    return [
-        Skipped(s, "candidate", "the candidate has no such tensor", level=score.side.level)
-        for s in sorted(sites)
-        if s not in known
-    ]
+    names = sorted(name for name in lacking(score, program) if name not in known)
+    return [Skipped(n, "candidate", "the candidate has no such tensor", level=score.side.level) for n in names]

@@ -7,9 +7,10 @@ that was only looked at from outside has neither, there the result alone is kept
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -89,21 +90,18 @@ class EvidenceBox:
 
 
 def _gather(program: Program, side: Side, node: Node, observed: Observed, reference: Reference, step: int) -> Evidence:
-    actual = clone(observed.tensor)
-    if side.program is None or side.replay is None:
+    actual, weights = clone(observed.tensor), program.weights()
+    exact = None
+    if side.program is not None and side.replay is not None:
+        values = {**weights, **side.replay.values}
+        exact = cut([node], values, values.keys() - {node.name})
+    expected = None
+    # What the candidate feeds to its op may not fit the baseline's.
+    with contextlib.suppress(RuntimeError, IndexError, ValueError):
+        expected = None if exact is None else exact.exact()[0]
+    if exact is None or expected is None or side.replay is None or expected.shape != actual.shape:
         return _of_result_alone(node, actual, reference, step)
-    values = {**program.weights(), **side.replay.values}
-    exact = cut([node], values, values.keys() - {node.name})
-    if exact is None:
-        return _of_result_alone(node, actual, reference, step)
-    exact = _copied(exact, program.weights())
-    try:
-        expected = exact.exact()[0]
-    except (RuntimeError, IndexError, ValueError):
-        # What the candidate feeds to its op does not fit the baseline's.
-        return _of_result_alone(node, actual, reference, step)
-    if expected.shape != actual.shape:
-        return _of_result_alone(node, actual, reference, step)
+    exact = replace(exact, inputs={n: one if n in weights else clone(one) for n, one in exact.inputs.items()})
     allowed = _allowed(exact, expected, actual, side.replay.allowed(node, observed.tensor))
     if reference.valid is not None:
         allowed = torch.where(reference.valid, allowed, math.inf)
@@ -124,11 +122,6 @@ def _of_result_alone(node: Node, actual: torch.Tensor, reference: Reference, ste
     return Evidence(node.name, step, None, actual, expected.clone(), allowed)
 
 
-def _copied(piece: Piece, weights: Mapping[str, torch.Tensor]) -> Piece:
-    inputs = {name: tensor if name in weights else clone(tensor) for name, tensor in piece.inputs.items()}
-    return Piece(piece.module, inputs, piece.outputs)
-
-
 def _allowed(exact: Piece, expected: torch.Tensor, actual: torch.Tensor, bound: torch.Tensor | None) -> torch.Tensor:
     """Return the rounding bound that the candidate was judged by; the floor where there is none or it is kept."""
     if not (expected.is_floating_point() and actual.is_floating_point()):
@@ -140,16 +133,10 @@ def _allowed(exact: Piece, expected: torch.Tensor, actual: torch.Tensor, bound: 
     # Of weights that the candidate holds in a coarser dtype.
     finest = min((unit_roundoff(t.dtype) for t in exact.inputs.values() if t.is_floating_point()), default=u)
     u_w = u if finest < u else 0.0
-    floor = max(_native_error(exact, expected), (u + u_w) * rms(expected) / math.sqrt(3))
+    floor = (u + u_w) * rms(expected) / math.sqrt(3)
+    with contextlib.suppress(RuntimeError):  # the dtypes of its inputs do not mix
+        floor = max(floor, rms(exact.run()[0].double() - expected))
     return torch.full(expected.shape, INTRODUCED_WRONG * floor, dtype=torch.float64)
-
-
-def _native_error(exact: Piece, expected: torch.Tensor) -> float:
-    """Return the RMS error of the op in the dtypes of its inputs; 0 where these do not mix."""
-    try:
-        return rms(exact.run()[0].double() - expected)
-    except RuntimeError:
-        return 0.0
 
 
 def rms(tensor: torch.Tensor) -> float:

@@ -200,14 +200,12 @@ def with_proofs(origins: Sequence[Divergence], program: Program) -> list[Diverge
     for origin in origins:
         firsts.setdefault(origin.level, origin)
     proven = [first for first in firsts.values() if _is_proven(first)]
-    nodes = {node.name: node for node in program.graph.nodes} if 0 < len(proven) < len(firsts) else {}
     found = []
     for origin in origins:
         # Where the graphs inside of a branch or a loop part is known without a proof.
         is_known = _is_proven(origin) or any(hint.evidence == "inside" for hint in origin.hints)
-        is_asked = firsts[origin.level] is origin and not is_known and origin.node in nodes
-        known = (other for other in proven if is_asked and _is_of_one_run(origin, other))
-        other = next((other for other in known if _is_made_of(nodes.get(other.node or ""), origin.node)), None)
+        is_asked = firsts[origin.level] is origin and not is_known and origin.node in program.nodes
+        other = next((other for other in proven if is_asked and _shows(other, origin, program)), None)
         found.append(origin if other is None else replace(origin, hints=(other.hints[0], *origin.hints)))
     return found
 
@@ -216,14 +214,12 @@ def _is_proven(origin: Divergence) -> bool:
     return bool(origin.hints) and origin.hints[0].proven
 
 
-def _is_of_one_run(one: Divergence, other: Divergence) -> bool:
-    """Whether both are of one candidate, as "candidate" and "candidate, untouched" are, in one step."""
-    ours, theirs = ((found.level or "").partition(",")[0] for found in (one, other))
-    return ours == theirs and one.step == other.step
-
-
-def _is_made_of(node: Node | None, source: str | None) -> bool:
-    return node is not None and source in {one.name for one in (node, *ancestors(node))}
+def _shows(proven: Divergence, other: Divergence, program: Program) -> bool:
+    """Whether one is made of the other's op in one run, as those of "candidate" and "candidate, untouched" are."""
+    node = program.nodes.get(proven.node or "")
+    ours, theirs = ((found.level or "").partition(",")[0] for found in (proven, other))
+    is_of_one_run = ours == theirs and proven.step == other.step
+    return is_of_one_run and node is not None and other.node in {one.name for one in (node, *ancestors(node))}
 
 
 def place_of(site: str, source: str | None) -> str:

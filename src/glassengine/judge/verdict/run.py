@@ -27,7 +27,7 @@ from glassengine.numerics.float64 import FLOAT32_SUMS, Accumulation
 from glassengine.numerics.verdict import Reference, SameBits
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.signature import named_inputs
-from glassengine.results import FLAGGED, Divergence, Pair, Verdict
+from glassengine.results import FLAGGED, Divergence, Pair
 
 Made = Mapping[str, torch.Tensor]
 """Results of the unchanged model in a step, by name."""
@@ -63,8 +63,7 @@ def run_cases(
         results.setdefault(program.output_nodes[name], []).append(name)
     suffices = equal_bits_suffice(program, scores)
     for case in cases:
-        options: Any = {"coarsest": coarsest, "accumulation": accumulation, "arithmetic": arithmetic}
-        reference = ReferenceRun(program, **options)
+        reference = ReferenceRun(program, coarsest=coarsest, accumulation=accumulation, arithmetic=arithmetic)
         steps, is_same = _steps(program, case, model, scores), False
         if suffices and (case.num_steps == 1 or not program.caches):
             steps, is_same = _steps_compared_ahead(program, case, model, scores)
@@ -225,38 +224,34 @@ def judge_collectives(score: Score, case: Case, step: int) -> None:
     for one in score.side.collectives():
         ratios = one.bound_ratios()
         worst, site = max(ratios), score.program.sites.by_node[one.node][0]
-        verdict: Verdict = "identical" if worst == 0 else "rounding" if worst <= 1 else "wrong"
-        name, level = f"{site.name}:all_reduce", score.side.level
+        shared: dict[str, Any] = {
+            "level": score.side.level,
+            "step": step,
+            "site": f"{site.name}:all_reduce",
+            "candidate_site": one.name,
+            "verdict": "identical" if worst == 0 else "rounding" if worst <= 1 else "wrong",
+            "bound_ratio": worst,
+        }
         score.pairs.append(
             Pair(
-                step=step,
-                site=name,
-                candidate_site=one.name,
+                **shared,
                 method="name",
                 confidence=1.0,
-                verdict=verdict,
                 judged_by="bound of a sum",
-                bound_ratio=worst,
-                level=level,
                 case=case.name,
                 dtype=str(one.terms[0].dtype).removeprefix("torch."),
                 shape=tuple(one.terms[0].shape),
             )
         )
-        if verdict == "wrong":
+        if worst > 1:
             wrong = [rank for rank, ratio in enumerate(ratios, one.first_rank) if ratio > 1]
             found = Divergence(
-                level=level,
-                step=step,
-                site=name,
+                **shared,
                 node=one.node,
-                candidate_site=one.name,
                 source=site.source,
-                verdict=verdict,
-                bound_ratio=worst,
                 rank=wrong[0] if len(wrong) == 1 and len(ratios) > 1 else None,
             )
-            score.divergences.setdefault(name, found)
+            score.divergences.setdefault(found.site, found)
 
 
 def leave_out_gauges(scores: Sequence[Score], inputs: Mapping[str, Tensor]) -> None:

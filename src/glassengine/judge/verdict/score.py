@@ -24,6 +24,7 @@ from glassengine.judge.hypotheses.hints import Hints
 from glassengine.judge.hypotheses.trials.hypothesis import called
 from glassengine.judge.replay.expected import ReplayedTensor
 from glassengine.judge.sides.protocol import Observed, Side
+from glassengine.judge.site_pairs import walk
 from glassengine.judge.verdict.evidence import EvidenceBox, rms
 from glassengine.judge.verdict.origins import OriginTracker, Why
 from glassengine.numerics.distances import measure, tensor_values
@@ -164,22 +165,13 @@ def contradicted_region(start: Node, contradicting: Collection[str], clean: Coll
     Returns:
         None where nothing contradicts, or where a path leads to a result or to a clean node that agrees with it.
     """
-    found: set[str] = set()
-    waiting = [start]
-    has_wall = False
-    while waiting:
-        node = waiting.pop()
-        if node.name in found:
-            continue
-        found.add(node.name)
-        for user in node.users:
-            if user.name in contradicting:
-                has_wall = True
-            elif user.op == "output" or user.name in clean:
-                return None
-            else:
-                waiting.append(user)
-    return found if has_wall else None
+    found = [start]
+    for node in walk([start], lambda one: (user for user in one.users if user.name not in contradicting)):
+        if node.op == "output" or node.name in clean:
+            return None
+        found.append(node)
+    has_wall = any(user.name in contradicting for node in found for user in node.users)
+    return {node.name for node in found} if has_wall else None
 
 
 UNREAD_ELEMENTS = "elements differ that no result reads"
@@ -225,18 +217,8 @@ class Score:
 
     def found_parts(self) -> dict[str, Any]:
         """Return what was found, without the side and the program, which stay in their process."""
-        names = (
-            "pairs",
-            "divergences",
-            "coarsened",
-            "judged_nodes",
-            "empty_nodes",
-            "left_out",
-            "ledger",
-            "drift",
-            "sums",
-            "unlike",
-        )
+        kept = ("side", "program", "evidence", "may_tie")
+        names = [one.name for one in dataclasses.fields(self) if one.name not in kept and not one.name.startswith("_")]
         return {name: getattr(self, name) for name in names} | {"results": self.results.found_so_far()}
 
     def merge(self, later: Mapping[str, Any]) -> None:

@@ -56,8 +56,11 @@ def as_written(score: Score, program: Program, divergence: Divergence) -> Diverg
         line = ends.line_of_number() or added or ends.line_of_reader()
         both = ends.lines_that_differ() if line is None or _is_of_both(program, line) else None
     is_told = line is not None and not _is_of_both(program, line)
-    if line and is_told and (ours := _line_replaced(program, own, named.source, line)):
-        return replace(named, source=ours, candidate_source=line)
+    if line and is_told and _is_of_both(own, named.source):
+        # The baseline's line for which the candidate has this one.
+        runs = next((one.node for one in own.sites if one.source == line), None)
+        if runs is not None and (ours := _changed(own, program, own.node(runs))):
+            return replace(named, source=ours, candidate_source=line)
     if ends is not None and both is None and not is_told:
         beside = ends.lines_of_region()
         both = None if beside is None or _is_right(score, program, beside[0]) else beside
@@ -271,22 +274,14 @@ def _line_of_same_ops(baseline: Program, program: Program, source: str | None) -
     return lines.pop() if len(lines) == 1 and Counter(s.op for s in ours) == Counter(s.op for s in theirs) else None
 
 
-def _line_of_other_layers(program: Program | None, found: Divergence) -> str | None:
+def _line_of_other_layers(program: Program, found: Divergence) -> str | None:
     """Return the candidate's line that is written as a line of the baseline, where only another layer runs its op."""
-    if program is None or found.source is None:
+    if found.source is None:
         return None
     place, code = place_of(found.site, found.source), code_of_line(found.source)
     alike = [one for one in program.sites if code_of_line(one.source) == code]
     lines = {one.source for one in alike if place_of(one.name, found.source) == place}
     return lines.pop() if len(lines) == 1 else None
-
-
-def _line_replaced(baseline: Program, program: Program | None, ours: str | None, theirs: str) -> str | None:
-    """Return the line of the baseline that the candidate has another one for, where that of the op is in both."""
-    node = None if program is None else next((one.node for one in program.sites if one.source == theirs), None)
-    if program is None or node is None or not _is_of_both(program, ours):
-        return None
-    return _changed(program, baseline, program.node(node))
 
 
 def _changed(baseline: Program, program: Program, node: Node) -> str | None:

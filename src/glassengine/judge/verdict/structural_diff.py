@@ -32,10 +32,9 @@ def written_differently(baseline: Program, side: Side) -> dict[str, tuple[str, s
     """Return node of `baseline` -> (the side's own site, how its op differs), for the ops that do."""
     if side.program is None or side.program is baseline:
         return {}
-    ours = {node.name: node for node in baseline.graph.nodes}
-    there = {node.name: node for node in side.program.graph.nodes}
+    there = side.program.nodes
     said = {
-        node: (pair.candidate.name, pair.difference or _telling(ours[node], there[pair.candidate.node]))
+        node: (pair.candidate.name, pair.difference or _telling(baseline.node(node), there[pair.candidate.node]))
         for node, pair in side.pairs.items()
     }
     return {node: (site, how) for node, (site, how) in said.items() if how}
@@ -81,34 +80,33 @@ def left_out(baseline: Program, side: Side, name: str) -> MissingOps | None:
     own, found = side.program, side.counterparts
     if own is None or own is baseline:
         return None
-    nodes = [{node.name: node for node in program.graph.nodes} for program in (baseline, own)]
-    target = nodes[1].get(found.get(name, ""))
-    if target is None:
+    node, target = baseline.nodes.get(name), own.nodes.get(found.get(name, ""))
+    if node is None or target is None:
         return None
-    above, ends = region_of(nodes[0][name], found)
+    above, ends = region_of(node, found)
     constants = [{node.name for node in weight_only_nodes(program)} for program in (baseline, own)]
     # What one side keeps as a buffer, the other may compute.
-    ours = _names([node for node in above if node.name == name or node.name not in constants[0]])
+    ours = _names([one for one in above if one is node or one.name not in constants[0]])
     # What goes in has taken the place of what comes out.
     is_its_input = target.name in {found[end.name] for end in ends}
     region, their_ends = ([], []) if is_its_input else region_of(target, set(found.values()))
     made = origin_of(target, set(found.values()))
-    theirs = _names([node for node in region if node in (target, made) or node.name not in constants[1]])
-    if _is_another(nodes[0][name], ours, theirs, {found[end]: end for end in found}, their_ends):
+    theirs = _names([one for one in region if one in (target, made) or one.name not in constants[1]])
+    if _is_another(node, ours, theirs, {found[end]: end for end in found}, their_ends):
         return None
     if Counter(ours) == Counter(theirs) or len(ours) == len(theirs) == 1 or max(len(ours), len(theirs)) > _MOST:
         return None
     text = f"the baseline has {_listed(ours, above)}, the candidate {_listed(theirs, region)}"
     missing, more = Counter(ours) - Counter(theirs), Counter(theirs) - Counter(ours)
     is_one_sided = not (missing and more)
-    lone = [node for node in [*above, *region] if (missing + more).keys() & _names([node])]
-    others = {name for node in lone if traits_of(node).rounding is not Rounding.ATTENTION for name in _names([node])}
+    lone = [one for one in [*above, *region] if (missing + more).keys() & _names([one])]
+    others = {name for one in lone if traits_of(one).rounding is not Rounding.ATTENTION for name in _names([one])}
     if any(only and others.isdisjoint(only) for only in (missing, more)):
         return None  # attention as one op or as several: so does a right port
     if is_one_sided and sum((missing or more).values()) > _MOST_ONE_SIDED:
         return None  # two tensors that have little to do with each other
     kind = _kind(lone) if is_one_sided else "other"
-    if kind == "other" and _is_placing(baseline, nodes[0][name], above):
+    if kind == "other" and _is_placing(baseline, node, above):
         kind = "position"
     return MissingOps(text, is_one_sided, kind)
 

@@ -10,6 +10,7 @@ import copy
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -92,10 +93,14 @@ class Program(HasSites):
         graph: torch.fx.Graph = self.exported.graph
         return graph
 
+    @cached_property
+    def nodes(self) -> dict[str, torch.fx.Node]:
+        """The nodes of the graph by name."""
+        return {node.name: node for node in self.graph.nodes}
+
     def node(self, name: str) -> torch.fx.Node:
         """Return the node called `name`."""
-        found: torch.fx.Node = next(node for node in self.graph.nodes if node.name == name)
-        return found
+        return self.nodes[name]
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return parameters, buffers and lifted constants by placeholder name."""

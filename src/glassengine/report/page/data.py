@@ -187,10 +187,10 @@ class _Names(dict[str, int]):
 
 
 class PageRows:
-    """Takes pairs in order of execution, and writes their files."""
+    """Takes pairs in order of execution, and writes their files into `folder`."""
 
     def __init__(self, folder: DataFolder) -> None:
-        self._folder = folder
+        self.folder = folder
         self._columns = {name: array(code) for name, code in _CODES.items()}
         self._sites = _Names()
         self._names = {name: _Names() for name in NAMES}
@@ -274,22 +274,17 @@ class PageRows:
         from glassengine.reading.documents import converted
 
         numbers = {name: column[row] for name, column in self._columns.items()}
-        names = self.names
         plain = {
             "step": numbers["step"],
             "rank": numbers["rank"],
-            "site": self.sites[int(numbers["site"])],
-            "candidate_site": self.sites[int(numbers["candidate"])],
-            "verdict": VERDICTS[int(numbers["verdict"])],
-            "judged_by": names["judged_by"][int(numbers["judged_by"])],
-            "level": names["level"][int(numbers["level"])] or None,
-            "dtype": names["dtype"][int(numbers["dtype"])] or None,
-            "case": names["case"][int(numbers["case"])] or None,
-            "inherited": bool(int(numbers["flags"]) & INHERITED),
+            "site": self.sites[numbers["site"]],
+            "candidate_site": self.sites[numbers["candidate"]],
+            "inherited": bool(numbers["flags"] & INHERITED),
+            **{name: found[numbers[name]] or None for name, found in self.names.items()},
             **{name: None if math.isnan(numbers[name]) else numbers[name] for name in ("noise_ratio", "bound_ratio")},
             **self._details.item(row),
         }
-        return converted(plain, Pair, self._folder.path("details", row // DETAILS_PER_FILE), words=True)
+        return converted(plain, Pair, self.folder.path("details", row // DETAILS_PER_FILE), words=True)
 
     def worst_first(self) -> np.ndarray[Any, np.dtype[np.uint32]]:
         """Return the rows, worst first: by verdict, introduced before inherited, without a size, then the ratio."""
@@ -341,15 +336,15 @@ class PageRows:
     def close(self) -> tuple[ReportColumn, ...]:
         """Write the rest, and return the columns."""
         self._details.close()
-        sites = ListFiles(self._folder, "sites", SITES_PER_FILE)
+        sites = ListFiles(self.folder, "sites", SITES_PER_FILE)
         for name in self._sites:
             sites.add(name)
         sites.close()
         columns = {**{name: self._array(name) for name in _CODES}, "worst": self.worst_first()}
         for number, first in enumerate(range(0, len(self), ROWS_PER_FILE)):
             part = {name: _encoded(column[first : first + ROWS_PER_FILE]) for name, column in columns.items()}
-            self._folder.write("rows", number, part)
-        self._folder.list("rows", num_items=len(self), items_per_file=ROWS_PER_FILE)
+            self.folder.write("rows", number, part)
+        self.folder.list("rows", num_items=len(self), items_per_file=ROWS_PER_FILE)
         codes = _CODES | {"worst": "I"}
         return tuple(ReportColumn(name, _TYPES[codes[name]]) for name in columns)
 

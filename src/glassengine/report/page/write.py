@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -35,7 +35,7 @@ from glassengine.report.head import Cell, Chip, Head, head_of, markdown, table
 from glassengine.report.page.data import FOLDER, MOST_TENSORS, DataFolder, ListFiles, PageRows, PageValues, compressed
 from glassengine.report.page.redact import MOST_BYTES, MOST_PAIRS, first_pairs, redacted, redacted_text
 from glassengine.report.without_tensors import head_of_apart, with_rollout
-from glassengine.results import Comparison, Comparisons, Replayed, Verdict, sentences, worst
+from glassengine.results import Comparison, Comparisons, Replayed, sentences, worst
 from glassengine.results.report import ReportPage, StepLabel, WrittenReport
 from glassengine.results.stored import Apart, OnPair, Stored, read_result, without_pairs
 from glassengine.writing import local, remove_tree
@@ -47,6 +47,8 @@ _SINGLE = (".html", ".htm")
 _OWN = re.compile(rf"{re.escape(PAGE)}|{FOLDER}|[1-9]\d*")
 _SKIPPED_PER_FILE, _READS_PER_FILE = 1 << 13, 1 << 14
 _LONGEST_TEXT = 200
+_NO_VALUES = "The result has no values. With two recordings: glass report RESULT -o DIR --recordings BASELINE CANDIDATE"
+_SOME_VALUES = f"Values are shown of the {MOST_TENSORS} worst tensors that both recordings have in one layout."
 
 Result = Comparison | Comparisons | Replayed | Apart
 
@@ -167,11 +169,9 @@ def _pages(
     most: int | None,
 ) -> WrittenReport:
     rows: dict[int, PageRows] = {}
-    folders: dict[int, DataFolder] = {}
 
     def taker(number: int) -> OnPair:
-        folders[number] = DataFolder(new / str(number))
-        rows[number] = PageRows(folders[number])
+        rows[number] = PageRows(DataFolder(new / str(number)))
         return rows[number].add if most is None else first_pairs(rows[number].add, most)
 
     shown = read_result(result, taker) if isinstance(result, (str, Path)) else without_pairs(result, taker)
@@ -194,10 +194,7 @@ def _pages(
         if values and len(values) != len(shown):
             expected = f"the baseline's and {len(shown)} more"
             raise UsageError("the recordings are not those of the result", got=f"{len(values) + 1}", expected=expected)
-        pages = [
-            _page(one, rows[number], folders[number], values[number] if values else None)
-            for number, one in enumerate(shown)
-        ]
+        pages = [_page(one, rows[at], values[at] if values else None) for at, one in enumerate(shown)]
     several = len(shown) > 1
     for number, (head, page) in enumerate(pages):
         up = "../index.html" if several else ""
@@ -210,11 +207,12 @@ def _pages(
         for item in (new / "0").iterdir():
             item.rename(new / item.name)
         (new / "0").rmdir()
+    verdicts = [one.comparison.verdict for one in shown if one.comparison is not None]
     every = [path for path in new.rglob("*") if path.is_file()]
     return WrittenReport(
         report=str(target / PAGE),
         ok=all(head.ok for head, _ in pages),
-        verdict=_worst(shown),
+        verdict=worst(verdicts) if verdicts else None,
         num_tensors=sum(map(len, rows.values())),
         num_with_values=sum(len(page.valued_rows) for _, page in pages if page is not None),
         without_values=dict(sum((one.without for one in values), Counter())),
@@ -223,16 +221,9 @@ def _pages(
     )
 
 
-def _worst(shown: Sequence[Stored]) -> Verdict | None:
-    verdicts = [one.comparison.verdict for one in shown if one.comparison is not None]
-    return worst(verdicts) if verdicts else None
-
-
-def _page(
-    shown: Stored, rows: PageRows, folder: DataFolder, values: PageValues | None
-) -> tuple[Head, ReportPage | None]:
+def _page(shown: Stored, rows: PageRows, values: PageValues | None) -> tuple[Head, ReportPage | None]:
     """Write the data of one page, and return what goes into it; no index where there are no tensors."""
-    result = shown.comparison
+    result, folder = shown.comparison, rows.folder
     if result is not None and result.reads:
         rows.leave_out_regions(result.reads)
     columns = rows.close()
@@ -243,11 +234,18 @@ def _page(
         skipped.add({key: value for key, value in item.to_dict().items() if value is not None})
     skipped.close()
     if result is not None and result.reads:
-        _write_reads(result.reads, rows, folder)
+        # Of each site in the order of their places, the places of the sites that its op reads.
+        inputs = ListFiles(folder, "inputs", _READS_PER_FILE)
+        for site in rows.sites:
+            places = (rows.place_of(name) for name in result.reads.get(site, ()))
+            inputs.add([place for place in places if place is not None])
+        inputs.close()
     valued: tuple[int, ...] = ()
     if values is not None:
         wanted = dict.fromkeys([*([] if first is None else [first]), *rows.flagged(MOST_TENSORS)])
         valued = values.write(folder, ((row, rows.pair(row)) for row in wanted))
+    # Of a language model what the first case reads in each step.
+    texts = next((case.texts for case in result.inputs if case.texts), ()) if result is not None else ()
     page = ReportPage(
         files=tuple(folder.kinds.values()),
         columns=columns,
@@ -255,40 +253,17 @@ def _page(
             name: tuple(map({"level": words.level, "judged_by": words.judged_by}.get(name, str), found))
             for name, found in rows.names.items()
         },
-        steps=_steps(rows.steps, result),
+        steps=tuple(StepLabel(at, texts[at][:_LONGEST_TEXT] if at < len(texts) else "") for at in rows.steps),
         generates=result is not None and result.generates,
         knows_inherited=result is not None and result.calibration is None,
         first_row=first,
         valued_rows=valued,
-        why_no_values=_why_none(values),
+        why_no_values=_NO_VALUES if values is None else _SOME_VALUES,
     )
     head = head_of(shown, pair)
     if result is not None and result.rollout is not None:
         head = with_rollout(head, result.rollout)
     return head, page if len(rows) or skipped.num_items else None
-
-
-def _write_reads(reads: Mapping[str, Sequence[str]], rows: PageRows, folder: DataFolder) -> None:
-    """Write, of each site in the order of their places, the places of the sites that its op reads."""
-    found = ListFiles(folder, "inputs", _READS_PER_FILE)
-    for site in rows.sites:
-        places = (rows.place_of(name) for name in reads.get(site, ()))
-        found.add([place for place in places if place is not None])
-    found.close()
-
-
-def _steps(steps: Sequence[int], result: Comparison | None) -> tuple[StepLabel, ...]:
-    """Return the columns of the map; of a language model with what the first case reads in each step."""
-    texts = next((case.texts for case in result.inputs if case.texts), ()) if result is not None else ()
-    return tuple(StepLabel(step, texts[step][:_LONGEST_TEXT] if step < len(texts) else "") for step in steps)
-
-
-def _why_none(values: PageValues | None) -> str:
-    if values is None:
-        return (
-            "The result has no values. With two recordings: glass report RESULT -o DIR --recordings BASELINE CANDIDATE"
-        )
-    return f"Values are shown of the {MOST_TENSORS} worst tensors that both recordings have in one layout."
 
 
 def page_text(

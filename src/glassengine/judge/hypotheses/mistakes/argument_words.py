@@ -74,8 +74,10 @@ def kind_of(question: Question, literal: Literal, value: Any) -> Kind:
     if name == "approximate" or kind == "activation":
         return "activation"
     # What an argument means is the op's own: no trait says it, and only a hint depends on it.
-    if op in ("permute", "transpose", "view", "reshape") or (name.startswith("dim") and _goes_along(node)):
-        return "transposed"
+    traits = traits_of(node)
+    goes_along = traits.choice is not None or traits.rounding in (Rounding.SUMS, Rounding.COMPOSITE)
+    if op in ("permute", "transpose", "view", "reshape") or (name.startswith("dim") and goes_along):
+        return "transposed"  # along another axis, what sums, norms or chooses takes columns for rows
     if op in ("flip", "getitem"):
         return "permuted" if op == "flip" else "swapped"
     if op in ("slice", "select", "narrow") and name in ("start", "end", "index", "length"):
@@ -83,12 +85,6 @@ def kind_of(question: Question, literal: Literal, value: Any) -> Kind:
     if op in _PLACES or (op == "pow" and name == "self"):
         return "position"
     return _kind_of_term(question, node) if op in ("add", "sub", "rsub") and isinstance(own, int) else "other"
-
-
-def _goes_along(node: Node) -> bool:
-    """Whether an op sums, norms or chooses along an axis: along another one, it takes columns for rows."""
-    traits = traits_of(node)
-    return traits.choice is not None or traits.rounding in (Rounding.SUMS, Rounding.COMPOSITE)
 
 
 def _kind_of_equation(here: str, there: str) -> Kind:

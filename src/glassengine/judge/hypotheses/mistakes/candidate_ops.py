@@ -16,7 +16,7 @@ from glassengine.judge.hypotheses.mistakes.global_transforms import missing_ops
 from glassengine.judge.hypotheses.mistakes.tensor_roles import BENDING
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, called, constants_of, shown, tensors_of
 from glassengine.judge.hypotheses.trials.question import Question, TheirRegion
-from glassengine.judge.hypotheses.trials.trial import Trial, TrialCall
+from glassengine.judge.hypotheses.trials.trial import TrialCall
 from glassengine.judge.site_pairs import operands_of, origin_of, passes_on, up
 from glassengine.numerics.float64 import is_real, retargeted
 from glassengine.ops.traits import traits_of
@@ -124,7 +124,8 @@ def expressions(question: Question) -> Iterator[Hypothesis]:
     trial, there = question.trial, question.there
     if there is None:
         return
-    ours, theirs = (_made(one) for one in (trial, there.trial))
+    made = ({op: one.values[op] for op in one.ops if not passes_on(op)} for one in (trial, there.trial))
+    ours, theirs = ({op: value for op, value in one.items() if isinstance(value, Tensor)} for one in made)
     new = {op: v for op, v in theirs.items() if not any(_is_same(v, one, question.noise) for one in ours.values())}
     ends = origin_of(trial.end), origin_of(there.trial.end)
     for node in trial.inputs:  # something is done to it first
@@ -192,11 +193,6 @@ def _instead(question: Question, node: Node, value: Any, other: Node, found: Any
         is_scaled = is_alone and traits_of(other).kind == "factor" and bool(constants_of([other]))
         kind = "swapped" if is_op else "scale" if is_scaled else kind_of_op(next(iter(_ops(node)), node), other)
         yield Hypothesis(kind, text, {node: found})
-
-
-def _made(trial: Trial) -> dict[Node, Tensor]:
-    """Return what the ops that compute make, in order."""
-    return {op: value for op in trial.ops if not passes_on(op) and isinstance(value := trial.values[op], Tensor)}
 
 
 def _is_same(one: Tensor, other: Tensor, noise: float) -> bool:

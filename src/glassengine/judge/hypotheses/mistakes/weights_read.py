@@ -223,8 +223,9 @@ def relation(
             if ours.shape[a] > 2 and _is_same(rest, start) and not _is_same(rest, first.narrow(a, 0, rest.shape[a])):
                 return "permuted", f"{there} begins one {where} along axis {a}"
     factor = factor_between(ours, theirs)
-    if (dtype := _rounded(ours, theirs)) is not None:
-        return "dtype", f"{there} is rounded to {dtype}"
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        if torch.equal(ours.float().to(dtype).double(), theirs):
+            return "dtype", f"{there} is rounded to {str(dtype).removeprefix('torch.')}"
     if ours.numel() == 1:
         return "scale", f"{there} is {float(theirs):.6g}, not {float(ours):.6g}"
     offset, allowed = float((theirs - ours).mean()), _MOST_LEFT * float((theirs - ours).norm())
@@ -285,13 +286,6 @@ def _is_same(ours: torch.Tensor, theirs: torch.Tensor, same: float = _SAME) -> b
 def _same(question: Question) -> float:
     """Return by how much weights may differ that are the same: as much as the op rounds."""
     return min(_SAME, max(_LEAST_SAME, _ROUNDINGS * question.noise))
-
-
-def _rounded(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
-    """Return the dtype to which a weight was rounded; None where it was not."""
-    dtypes = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
-    found = (dtype for dtype in dtypes if torch.equal(ours.float().to(dtype).double(), theirs))
-    return next((str(dtype).removeprefix("torch.") for dtype in found), None)
 
 
 def packed(question: Question) -> Iterator[Hypothesis]:
