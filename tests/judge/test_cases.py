@@ -67,7 +67,10 @@ def test_what_a_caller_gives_is_a_name_or_one_dict_a_step(tmp_path: Path) -> Non
     step = {"x": torch.ones(2)}
     assert as_inputs(None) is None and as_inputs(tmp_path / "a.pt") == str(tmp_path / "a.pt")
     assert as_inputs(step) == read_inputs(as_inputs([step])) == [step]
-    for wrong in (torch.ones(2), [torch.ones(2)], []):
+    for given in (torch.ones(2), (torch.ones(2),), [(torch.ones(2),)]):
+        (named,) = read_inputs(as_inputs(given), ["x"])
+        assert torch.equal(named["x"], torch.ones(2))
+    for wrong in ([], ["x"], 3):
         with pytest.raises(UsageError, match="inputs does not hold inputs"):
             as_inputs(wrong)
 

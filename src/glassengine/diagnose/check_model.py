@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from glassengine import asked, environment
 from glassengine.asked import HUB_ID
@@ -58,7 +58,7 @@ def check(
     backend: str | None = None,
     quantize: str | None = None,
     dtype: str = "auto",
-    inputs: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    inputs: str | Path | Mapping[str, Any] | Sequence[Any] | Tensor | None = None,
     steps: int = 3,
     passes: Sequence[str] = (),
     all_levels: bool = False,
@@ -103,9 +103,10 @@ def check(
         quantize: As in `build`.
         dtype: As in `build`; of both sides, unless the candidate is an engine. Of `vllm:DIR` that of vLLM: "auto" for
             float32.
-        inputs: A text file with one prompt per line, what `load_inputs` reads, or keyword arguments (a dict, or one a
-            step); None takes built-in prompts. A causal language model that is given more than tokens (images, say) is
-            judged as a plain module, without a decode loop; that is listed among what was skipped.
+        inputs: A text file with one prompt per line, what `load_inputs` reads, keyword arguments (a dict, or one a
+            step), or tensors in the order of the forward's parameters; None takes built-in prompts. A causal language
+            model that is given more than tokens (images, say) is judged as a plain module, without a decode loop; that
+            is listed among what was skipped.
         steps: Number of decode steps after the prefill.
         passes: User passes on the program, each a level of its own.
         all_levels: Climb op-by-op too: every op compiled alone. Without it only what the engine got wrong is.

@@ -224,7 +224,7 @@ def sites_taken_back(net: Net, port: Net) -> set[str]:
     inputs = [{"ids": IDS}]
     programs = [export_program(load_model(one.eval()), inputs=inputs) for one in (net, port)]
     pairs = pair_programs(*programs, module_cases(inputs))
-    found = taken_back(*programs, pairs, inputs[0], set())
+    found = taken_back(*programs, pairs, inputs[0], {})
     return {programs[0].sites.by_node[node][0].name for node in found}
 
 

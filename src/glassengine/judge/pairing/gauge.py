@@ -45,6 +45,8 @@ _PLAINLY = 16
 """What is taken back was this many times beyond that."""
 _MOST_ALONE = 64
 """Origins that are tried one by one, beside mistakes."""
+_FEW_ALONE = 8
+"""Of more origins than these, those of one place in several layers are taken for one mistake."""
 _SMALL = 0.01
 """Relative size of a difference that shows where a value is read, and not where a maximum leaves it out."""
 _HUGE = 1e30
@@ -56,7 +58,7 @@ def taken_back(
     candidate: Program,
     pairs: Mapping[str, SitePair],
     inputs: Mapping[str, Tensor],
-    origins: Collection[str],
+    origins: Mapping[str, str],
     wrong_results: Collection[str] = (),
 ) -> set[str]:
     """Return the nodes of the baseline whose tensors differ by a gauge.
@@ -66,7 +68,8 @@ def taken_back(
         candidate: With weights.
         pairs: Baseline node -> pair.
         inputs: Of one step, caches among them, whose sizes are taken.
-        origins: Nodes that introduce what differs. With mistakes among them each is tried with all others given.
+        origins: Node that introduces what differs -> its place, which layers have in common. With mistakes among them
+            each is tried with all others given; if the first of a place is none, those of other layers are not tried.
         wrong_results: Result nodes of the baseline that differ on the inputs of the check: what alone can have made one
             of them wrong is not taken back.
     """
@@ -77,9 +80,16 @@ def taken_back(
     two = _Two(baseline, candidate, pairs, inputs)
     found = None if wrong_results else two.apart(set())
     if found is None and 1 < len(origins) <= _MOST_ALONE:
-        found = set().union(*filter(None, (two.apart(set(origins) - {one}) for one in asked)))
+        found, failed = set(), set[str]()
+        for one in asked:
+            made = None if origins[one] in failed else two.apart(origins.keys() - {one})
+            found |= made or set()
+            failed |= {origins[one]} if made is None else set()
         if not found and len(asked) > 2:  # of two, each was the one mistake already
-            found = next(filter(None, (two.apart(guilty | {one}) for one in asked)), None)
+            alone = [frozenset({one}) for one in asked if len(asked) <= _FEW_ALONE]
+            places = [frozenset(one for one in asked if origins[one] == place) for place in origins.values()]
+            given = dict.fromkeys([*places, *alone])
+            found = next(filter(None, (two.apart(guilty | some) for some in given if some)), None)
     return found or set()
 
 

@@ -17,6 +17,7 @@ Where `noise_ratio` is None nothing was rounded: only the explanations of choice
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -81,7 +82,8 @@ class Replay(Values):
         super().__post_init__()
         tensors = ((node.name, node.meta.get("val")) for node in self.program.graph.nodes)
         self._dtypes = {name: value.dtype for name, value in tensors if isinstance(value, torch.Tensor)}
-        self.ops = Ops(self, worth_a_bound=self.worth_a_bound)
+        # Without a circle the tensors of a step are freed at once, not when the garbage collector runs.
+        self.ops = Ops(weakref.proxy(self), worth_a_bound=self.worth_a_bound)
         segments = SegmentReplay(self.program, coarsest=self.dtype, rounded=self.rounded)
         self._segments = None if self.cut is Cut.OP else segments
         self.begin()

@@ -20,6 +20,7 @@ from glassengine.judge.exclusions.masked import valid_in_step
 from glassengine.judge.pairing.gauge import TAKEN_BACK, taken_back
 from glassengine.judge.replay.reference import PLAIN, CoarseArithmetic, ReferenceRun
 from glassengine.judge.sides.protocol import Place, Side
+from glassengine.judge.verdict.origins import place_of
 from glassengine.judge.verdict.same_bits import Natives, equal_bits_suffice, references, same_bits
 from glassengine.judge.verdict.score import Score
 from glassengine.numerics.exemptions import GAUGE
@@ -262,7 +263,8 @@ def leave_out_gauges(scores: Sequence[Score], inputs: Mapping[str, Tensor]) -> N
         inputs: Of one step, by name, caches among them.
     """
     own = [score for score in scores if score.side.place in (Place.CANDIDATE, Place.UNTOUCHED)]
-    origins = {node for score in own for node in score.divergences}
+    found = (item for score in own for item in score.divergences.items())
+    origins = {node: place_of(one.site, one.source) for node, one in found}
     for score in own if origins else ():
         if score.side.program is not None:
             wrong = {pair.site for pair in score.pairs if pair.verdict == "wrong"}
