@@ -263,8 +263,8 @@ def leave_out_gauges(scores: Sequence[Score], inputs: Mapping[str, Tensor]) -> N
         inputs: Of one step, by name, caches among them.
     """
     own = [score for score in scores if score.side.place in (Place.CANDIDATE, Place.UNTOUCHED)]
-    found = (item for score in own for item in score.divergences.items())
-    origins = {node: place_of(one.site, one.source) for node, one in found}
+    every = (item for score in own for item in score.divergences.items())
+    origins = {node: place_of(one.site, one.source) for node, one in every}
     for score in own if origins else ():
         if score.side.program is not None:
             wrong = {pair.site for pair in score.pairs if pair.verdict == "wrong"}
