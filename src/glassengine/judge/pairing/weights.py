@@ -219,9 +219,9 @@ class SameWeights:
 
     def _like(self, name: str, is_like: Callable[[torch.Tensor, torch.Tensor], bool]) -> list[str]:
         own, some = self._ours[name], self._by_number.get(self._ours[name].numel(), [])
-        size = _size(own)
-        first = bisect_left(some, size * (1 - 2 * self._apart), key=lambda one: one[0])
-        last = bisect_right(some, size * (1 + 2 * self._apart), key=lambda one: one[0])
+        size, room = _size(own), 1 + 2 * self._apart
+        first = bisect_left(some, size / room, key=lambda one: one[0])
+        last = bisect_right(some, size * room, key=lambda one: one[0])
         found = [other for _, other in some[first:last] if is_like(own, self._theirs[other])]
         return sorted(found, key=self._order.__getitem__)
 
