@@ -27,6 +27,7 @@ aten = torch.ops.aten
 _VIEWS = frozenset(
     {
         aten.alias.default,
+        aten.detach.default,
         aten.diagonal.default,
         aten.expand.default,
         aten.permute.default,
@@ -40,15 +41,26 @@ _VIEWS = frozenset(
         aten.unfold.default,
         aten.unsqueeze.default,
         aten.view.default,
+        aten.view_as_complex.default,
+        aten.view_as_real.default,
     }
 )
 _PARTS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int})
+_COMPOSED = frozenset(
+    {aten.narrow.default, aten.expand_as.default, aten.mT.default, aten.numpy_T.default}
+    | {aten.real.default, aten.imag.default}
+)
+_TURNED = frozenset({aten.alias.default, aten.detach.default, aten.t.default, aten.transpose.int})
+"""Views that turn themselves back."""
+_SCATTERS = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+    aten.diagonal.default: aten.diagonal_scatter.default,
+}
+"""View -> op that puts it back."""
 _CONVERSIONS = frozenset({aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.contiguous.default})
 _NUMBERS = frozenset({operator.add, operator.sub, operator.mul, operator.floordiv, operator.neg, aten.sym_size.int})
-_IN_PLACE = frozenset(
-    {"add_", "sub_", "mul_", "div_", "copy_", "index_copy_", "scatter_"}
-    | {"masked_fill_", "index_fill_", "relu_", "clamp_"}
-)
+_LOGIC = {"__iand__": "bitwise_and", "__ior__": "bitwise_or", "__ixor__": "bitwise_xor"}
 
 _COPIED = ("nn_module_stack", "stack_trace", "torch_fn", "original_aten", "seq_nr", "custom")
 
@@ -135,6 +147,10 @@ class Rewriter:
             self._renew(tensor, node)
         if target in _VIEWS:
             return self._view(node, target, node.args[1:], node.kwargs)
+        if target in _COMPOSED:
+            return self._composed(node)
+        if target is aten.unsqueeze_.default:
+            return self._changed_to(node, self._view(node, aten.unsqueeze.default, node.args[1:], node.kwargs))
         if target in _PARTS or target is aten.chunk.default:
             return self._parts(node)
         if target in _CONVERSIONS or target is aten.reshape.default or target is aten.flatten.using_ints:
@@ -186,18 +202,23 @@ class Rewriter:
             if isinstance(found, _Tensor):
                 yield found
 
-    def _renew(self, tensor: _Tensor, user: Node) -> None:
-        """Take the views of a tensor again whose memory was written since."""
+    def _renew(self, tensor: _Tensor, user: Node, *, is_written: bool = False) -> None:
+        """Take the views of a tensor again whose memory was written since; `user` writes to it, or reads it."""
         if tensor.seen == tensor.storage.written:
             return
-        value, line = tensor.storage.base, {"stack_trace": tensor.value.meta.get("stack_trace", "")}
+        line = {} if is_written else {"stack_trace": tensor.value.meta.get("stack_trace", "")}  # that of the first time
+        value = tensor.storage.base
         for view in tensor.views:
-            value = self._computed(user, view.target, (value, *view.args), view.kwargs)
-            value.meta |= line  # that of the first time
-            if view.part is not None:
-                value = self._item(user, value, view.part)
-                value.meta |= line
+            value = self._taken(user, view, value, line)
         tensor.value, tensor.seen = value, tensor.storage.written
+
+    def _taken(self, origin: Node, view: _View, value: Node, meta: Mapping[str, Any] | None = None) -> Node:
+        value = self._computed(origin, view.target, (value, *view.args), view.kwargs)
+        value.meta |= meta or {}
+        if view.part is not None:
+            value = self._item(origin, value, view.part)
+            value.meta |= meta or {}
+        return value
 
     def _item(self, origin: Node, source: Node, index: int) -> Node:
         return self._emit(origin, operator.getitem, (source, index), {}, val=source.meta["val"][index])
@@ -220,6 +241,12 @@ class Rewriter:
         else:
             value = self._computed(node, target, (base.value, *view.args), view.kwargs)
         return _Tensor(value, base.storage, (*base.views, view))
+
+    def _changed_to(self, node: Node, view: _Tensor) -> _Tensor:
+        """Let a tensor be a view of itself from now on."""
+        tensor = self._first(node)
+        tensor.value, tensor.views = view.value, view.views
+        return tensor
 
     def _parts(self, node: Node) -> list[_Tensor]:
         base, target, rest = self._first(node), node.target, node.args[1:]
@@ -249,6 +276,8 @@ class Rewriter:
                 return self._copied(node, aten.clone.default, wanted)
             wanted = _conversion(node)
             if (source.dtype, source.device) == (result.dtype, result.device) and not wanted.get("copy"):
+                if base.value.op == "placeholder":  # a constant, of which the trace has another fake
+                    return base
                 raise NoRule("a conversion to what a tensor is already")
             return self._copied(node, aten._to_copy.default, {k: v for k, v in wanted.items() if k != "copy"})
         if is_view and is_contiguous_or_false(source) and target is aten.reshape.default:
@@ -284,24 +313,84 @@ class Rewriter:
         first = self._item(node, new, 0)
         return _Tensor(first, _Storage(first))
 
+    def _composed(self, node: Node) -> _Tensor:
+        """Take views as those that they are made of."""
+        target, result, rest = node.target, node.meta["val"], node.args[1:]
+        if target is aten.narrow.default:
+            dim, start, length = rest
+            if not (isinstance(start, int) and isinstance(length, int) and start >= 0):
+                raise NoRule(f"{target} of a dynamic size")
+            return self._view(node, aten.slice.Tensor, (dim, start, start + length), {}, is_new=True)
+        if target is aten.expand_as.default:
+            if not all(isinstance(length, int) for length in result.shape):
+                raise NoRule(f"{target} of a dynamic size")
+            return self._view(node, aten.expand.default, (list(result.shape),), {}, is_new=True)
+        if target is aten.numpy_T.default:
+            return self._view(node, aten.permute.default, (list(range(result.dim()))[::-1],), {}, is_new=True)
+        if target is aten.mT.default:
+            return self._view(node, aten.transpose.int, (-2, -1), {}, is_new=True)
+        if not self._first(node).value.meta["val"].is_complex():
+            raise NoRule(f"{target} of real numbers")
+        pairs = _View(aten.view_as_real.default, (), {})
+        part = _View(aten.select.int, (result.dim(), int(target is aten.imag.default)), {})
+        base = self._first(node)
+        value = self._taken(node, part, self._taken(node, pairs, base.value))
+        return _Tensor(value, base.storage, (*base.views, pairs, part), base.storage.written)
+
     def _in_place(self, node: Node) -> _Tensor:
         target: Any = node.target
         packet = target._schema.name.removeprefix("aten::")
-        twin = getattr(getattr(aten, packet.rstrip("_"), None), target._overloadname, None)
+        functional = getattr(aten, _LOGIC.get(packet, packet.rstrip("_")), None)
+        twin = getattr(functional, target._overloadname, None)
         written = [argument for argument in target._schema.arguments if argument.is_write]
-        tensor = self._first(node)
-        is_known = target.namespace == "aten" and packet in _IN_PLACE and twin is not None and _stays(twin)
-        if not is_known or tensor.views or len(written) != 1 or target._schema.arguments[0] != written[0]:
+        tensor, is_random = self._first(node), torch.Tag.nondeterministic_seeded in target.tags
+        is_known = target.namespace == "aten" and twin is not None and _stays(twin) and not is_random
+        if not is_known or len(written) != 1 or target._schema.arguments[0] != written[0]:
             raise NoRule(str(target))
-        tensor.value = self._computed(node, twin, self._args(node.args), self._args(node.kwargs))
-        before = tensor.storage.base.meta["val"]
-        after = tensor.value.meta["val"]
-        if (after.dtype, after.shape) != (before.dtype, before.shape):
+        before = tensor.value.meta["val"]
+        made = self._computed(node, twin, self._args(node.args), self._args(node.kwargs))
+        if (made.meta["val"].dtype, made.meta["val"].shape) != (before.dtype, before.shape):
             raise NoRule(f"{target} changes the kind of its tensor")
-        tensor.storage.base = tensor.value
+        above = [tensor.storage.base]
+        for view in tensor.views[:-1]:
+            above.append(self._taken(node, view, above[-1]))
+        for view, whole in zip(reversed(tensor.views), reversed(above), strict=False):
+            made = self._put_back(node, view, whole, made)
+        tensor.storage.base = made
         tensor.storage.written += 1
-        tensor.seen = tensor.storage.written
+        if not tensor.views:
+            tensor.value, tensor.seen = made, tensor.storage.written
+        self._renew(tensor, node, is_written=True)
         return tensor
+
+    def _put_back(self, node: Node, view: _View, whole: Node, part: Node) -> Node:
+        """Return a tensor in which a view of it is another one."""
+        rest, sizes = view.args, list(whole.meta["val"].shape)
+        if view.target in _TURNED:
+            return self._computed(node, view.target, (part, *rest), view.kwargs)
+        if view.target in _SCATTERS and view.part is None:
+            return self._computed(node, _SCATTERS[view.target], (whole, part, *rest), view.kwargs)
+        if view.part is not None and not view.kwargs:
+            dim = int(rest[-1] if len(rest) > (view.target is not aten.unbind.int) else 0) % len(sizes)
+            if view.target is aten.unbind.int:
+                return self._computed(node, aten.select_scatter.default, (whole, part, dim, view.part), {})
+            lengths = rest[0] if isinstance(rest[0], (list, tuple)) else [rest[0]] * (view.part + 1)
+            if isinstance(sizes[dim], int) and all(isinstance(length, int) for length in lengths):
+                start = sum(lengths[: view.part])
+                end = min(start + lengths[view.part], sizes[dim])
+                return self._computed(node, aten.slice_scatter.default, (whole, part, dim, start, end), {})
+        if view.target is aten.unsqueeze.default:
+            return self._computed(node, aten.squeeze.dim, (part, *rest), view.kwargs)
+        if view.target is aten.squeeze.dim and isinstance(sizes[rest[0]], int) and sizes[rest[0]] == 1:
+            return self._computed(node, aten.unsqueeze.default, (part, rest[0] % len(sizes)), {})
+        if view.target is aten.view.default and all(isinstance(size, int) for size in sizes):
+            return self._computed(node, aten.view.default, (part, sizes), {})
+        if view.target is aten.permute.default:
+            order = [dim % len(sizes) for dim in rest[0]]
+            return self._computed(
+                node, aten.permute.default, (part, [order.index(dim) for dim in range(len(order))]), {}
+            )
+        raise NoRule(f"a write through {view.target}")
 
     def _first(self, node: Node) -> _Tensor:
         found = self.tensors[node.args[0]]  # type: ignore[index]
@@ -384,7 +473,8 @@ def _equal(value: Any, default: Any) -> bool:
 def _stays(target: Any) -> bool:
     """Whether an op is the same in a functional graph: it neither writes nor returns what it was given."""
     schema = target._schema
-    if schema.name == "glass::mark" or target is aten._assert_tensor_metadata.default:
+    is_resized = target._overloadname == "vec" and "upsample" in schema.name
+    if schema.name == "glass::mark" or target is aten._assert_tensor_metadata.default or is_resized:
         return True
     aliases = [*schema.arguments, *schema.returns]
     is_plain = target.namespace == "aten" and schema.returns and not schema.is_mutable
