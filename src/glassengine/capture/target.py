@@ -28,7 +28,6 @@ from glassengine.program.inputs.modules import stored_inputs
 from glassengine.program.inputs.user_inputs import load_inputs, steps_of
 from glassengine.program.loading.load import load_model
 from glassengine.program.user_code.calls import forward_errors
-from glassengine.program.user_code.forward import forward_parameters
 from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import LeftOut
 from glassengine.recording.reader import Recording
@@ -169,8 +168,9 @@ def _batches(
         if known is None:
             raise UsageError("the model needs inputs", hint="--inputs file.py:factory, or a tensor file")
         return [known.prompts()]
-    names = [] if loaded.stored is not None else list(forward_parameters(loaded.module))
-    return load_inputs(str(inputs), names) if isinstance(inputs, (str, Path)) else steps_of(inputs, "inputs", names)
+    if isinstance(inputs, (str, Path)):
+        return load_inputs(str(inputs), loaded.input_names)
+    return steps_of(inputs, "inputs", loaded.input_names)
 
 
 def _run(

@@ -67,7 +67,6 @@ from glassengine.program.generation import PLAIN
 from glassengine.program.kinds.image_text import IMAGE_TOKEN, WITHOUT_IMAGES
 from glassengine.program.loading.quantized_grid import QuantizedModule, quantized_module
 from glassengine.program.onnx.grids import is_quantized_graph
-from glassengine.program.user_code.forward import forward_parameters
 from glassengine.progress import Work
 from glassengine.recording.source import TensorSource
 from glassengine.results import Comparison, Findings, Policy, Skipped
@@ -201,8 +200,10 @@ class Ladder:
     def _given(self, model: LoadedModel, *, alone: bool) -> tuple[LoadedModel, Any]:
         """Return the model as it is judged, and what it is given."""
         record, inputs = self.first_record, self.request.inputs
-        names = list(forward_parameters(model.module)) if model.stored is None else []
-        given = recorded_inputs(record, model) if record is not None and inputs is None else read_inputs(inputs, names)
+        if record is None or inputs is not None:
+            given = read_inputs(inputs, model.input_names)
+        else:
+            given = recorded_inputs(record, model)
         if record is not None and inputs is not None:
             require_own(record, given)
         if alone:

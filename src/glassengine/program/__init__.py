@@ -25,7 +25,7 @@ from glassengine.program.representation.passes import apply_pass
 from glassengine.program.representation.program import Program as Program
 from glassengine.program.representation.stored import load_names
 from glassengine.program.user_code.calls import forward_errors, problem_function
-from glassengine.program.user_code.forward import as_written, forward_parameters, uncompiled
+from glassengine.program.user_code.forward import as_written, uncompiled
 from glassengine.reading.copies import here
 from glassengine.sites import Site, SiteTable
 from glassengine.stores.places import remote
@@ -46,7 +46,7 @@ def made_up_inputs(model: LoadedModel) -> MadeUp:
         return module_inputs(model.module, model.spec)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        step = in_order(make(), list(forward_parameters(model.module)))
+        step = in_order(make(), model.input_names)
     return MadeUp([step], recipes=dict.fromkeys(step, "by get_inputs of its file"), origin="made up")
 
 
@@ -155,7 +155,7 @@ def sites(
             revision=revision,
             weights=False,
         )
-        given = load_inputs(inputs, list(forward_parameters(model.module))) if inputs else None
+        given = load_inputs(inputs, model.input_names) if inputs else None
         tables = [program.sites for program in export_programs(model, inputs=given)]
     if pattern is None:
         return [site for table in tables for site in table]

@@ -28,6 +28,7 @@ from glassengine.program.kinds.example_inputs import encoder_inputs, example_inp
 from glassengine.program.representation.listing import OnStage
 from glassengine.program.representation.program import FIXED_INPUTS, SMALLEST, Program
 from glassengine.program.representation.signature import example_of, leave_meta_device, small_sizes
+from glassengine.program.user_code.forward import forward_parameters
 from glassengine.program.user_code.module_state import ModuleState, applied_state
 
 
@@ -400,6 +401,11 @@ class LoadedModel:
     def kind(self) -> str:
         """What manifests call it: "causal_lm" where any forward takes tokens, else "module"."""
         return "causal_lm" if self.generation.takes_tokens else "module"
+
+    @property
+    def input_names(self) -> list[str]:
+        """Parameters of the forward, in order; none of a stored program."""
+        return [] if self.stored is not None else list(forward_parameters(self.module))
 
     def judged_as(self, generation: GenerationKind) -> LoadedModel:
         """Return the same model, to be exported and run as another kind is."""

@@ -60,7 +60,6 @@ from glassengine.program.onnx.file import is_onnx
 from glassengine.program.parallel.placements import Mesh
 from glassengine.program.representation.signature import named_inputs
 from glassengine.program.representation.stored import load_program, save_program
-from glassengine.program.user_code.forward import forward_parameters
 from glassengine.progress import Progress, Work, silent
 from glassengine.sites import patterns_of
 from glassengine.stores.places import RemotePath, place
@@ -205,10 +204,9 @@ def build(
             got="--inputs",
             hint="leave them out; glass run ENGINE --inputs FILE runs it on them",
         )
-    names = list(forward_parameters(loaded.module)) if inputs is not None else []
-    steps = load_inputs(inputs, names) if isinstance(inputs, str) else inputs
+    steps = load_inputs(inputs, loaded.input_names) if isinstance(inputs, str) else inputs
     if steps is not None:
-        steps = in_order(steps, names)
+        steps = in_order(steps, loaded.input_names)
         loaded = loaded.judged_as(PLAIN)
     elif not loaded.generation.generates and loaded.stored is None:
         steps = made_up_inputs(loaded)

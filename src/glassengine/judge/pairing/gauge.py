@@ -86,10 +86,11 @@ def taken_back(
             found |= made or set()
             failed |= {origins[one]} if made is None else set()
         if not found and len(asked) > 2:  # of two, each was the one mistake already
-            alone = [frozenset({one}) for one in asked if len(asked) <= _FEW_ALONE]
-            places = [frozenset(one for one in asked if origins[one] == place) for place in origins.values()]
-            given = dict.fromkeys([*places, *alone])
-            found = next(filter(None, (two.apart(guilty | some) for some in given if some)), None)
+            places: dict[str, set[str]] = {}
+            for one in asked:
+                places.setdefault(origins[one], set()).add(one)
+            alone = [{one} for one in asked if len(asked) <= _FEW_ALONE and len(places[origins[one]]) > 1]
+            found = next(filter(None, (two.apart(guilty | some) for some in [*places.values(), *alone])), None)
     return found or set()
 
 

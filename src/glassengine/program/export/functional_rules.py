@@ -213,6 +213,7 @@ class Rewriter:
         tensor.value, tensor.seen = value, tensor.storage.written
 
     def _taken(self, origin: Node, view: _View, value: Node, meta: Mapping[str, Any] | None = None) -> Node:
+        """Return a view of a value, for an op of the trace; `meta` takes the place of what that op has."""
         value = self._computed(origin, view.target, (value, *view.args), view.kwargs)
         value.meta |= meta or {}
         if view.part is not None:
@@ -387,9 +388,8 @@ class Rewriter:
             return self._computed(node, aten.view.default, (part, sizes), {})
         if view.target is aten.permute.default:
             order = [dim % len(sizes) for dim in rest[0]]
-            return self._computed(
-                node, aten.permute.default, (part, [order.index(dim) for dim in range(len(order))]), {}
-            )
+            back = [order.index(dim) for dim in range(len(order))]
+            return self._computed(node, aten.permute.default, (part, back), {})
         raise NoRule(f"a write through {view.target}")
 
     def _first(self, node: Node) -> _Tensor:
