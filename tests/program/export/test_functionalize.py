@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -334,3 +335,81 @@ def test_a_region_may_write_in_place(way: Callable[[ExportedProgram], ExportedPr
     (added,) = found.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
     assert added.meta["stack_trace"].endswith("y.add_(1.0)")
     assert torch.equal(found.module()(x), module(x))
+
+
+def _part(t: torch.Tensor, at: random.Random) -> torch.Tensor:
+    """Return one of the views of a tensor."""
+    several, dims, last = t.dim() > 1, at.sample(range(t.dim()), t.dim()), t.shape[-1]
+    views: list[Callable[[], torch.Tensor]] = [
+        lambda: t[:, at.randrange(t.shape[1])] if several else t[1:],
+        lambda: t[..., at.randrange(max(1, last - 1)) :],
+        lambda: t.transpose(0, -1),
+        lambda: t.unsqueeze(at.randrange(t.dim())),
+        lambda: t.permute(*dims),
+        lambda: t.reshape(-1) if t.is_contiguous() else t,
+        lambda: t.chunk(2, -1)[at.randrange(2)] if last > 2 else t,
+        lambda: t.unbind(0)[at.randrange(t.shape[0])] if several else t,
+        lambda: t.narrow(-1, 0, max(1, last - 1)),
+        lambda: t.squeeze(0) if several and t.shape[0] == 1 else t,
+        lambda: t[::2],
+        lambda: t.split([1, last - 1], -1)[1] if last > 1 else t,
+        lambda: t.detach(),
+        lambda: t.diagonal(0, 0, 1) if several else t,
+        lambda: t.mT if several else t,
+    ]
+    return at.choice(views)()
+
+
+_WRITES: tuple[Callable[[torch.Tensor], Any], ...] = (
+    lambda t: t.mul_(1.5),
+    lambda t: t.add_(t.mean()),
+    lambda t: t.zero_(),
+    lambda t: t.copy_(t.flip(0) * 2),
+    lambda t: t.tanh_(),
+    lambda t: t.masked_fill_(t > 0.1, -1.0),
+    lambda t: nn.functional.silu(t, inplace=True),
+    lambda t: t.__setitem__(t < 0, 0.7),
+    lambda t: t.sub_(t.sum(0, keepdim=True)),
+    lambda t: t.index_fill_(0, torch.tensor([0]), 2.0),
+)
+
+
+class Drawn(nn.Module):
+    """Takes views of tensors, and of views, and writes to them, in an order that a seed draws."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        at, pool = random.Random(self.seed), [x + 1, x * 2]
+        for _ in range(at.randrange(3, 9)):
+            tensor = at.choice(pool)
+            for _ in range(at.randrange(3)):
+                tensor = _part(tensor, at)
+                pool.append(tensor)
+            if at.random() < 0.7:
+                at.choice(_WRITES)(tensor)
+            if at.random() < 0.3:
+                pool.append(tensor.sin())
+        return tuple(tensor * 1 for tensor in pool)
+
+
+@pytest.mark.parametrize("start", range(0, 200, 40))
+def test_drawn_writes_through_views_make_what_they_made(start: int) -> None:
+    num_short = 0
+    for seed in range(start, start + 40):
+        x = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            try:
+                wanted = Drawn(seed)(x.clone())
+            except (RuntimeError, IndexError):  # what was drawn does not run
+                continue
+            exported = torch.export.export(Drawn(seed).eval(), (x,), strict=False)
+            try:
+                found = rewritten(exported)
+            except NoRule:
+                continue
+            num_short += 1
+            torch.testing.assert_close(found.module(check_guards=False)(x.clone()), wanted, equal_nan=True)
+    assert num_short > 20

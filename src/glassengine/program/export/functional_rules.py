@@ -181,8 +181,11 @@ class Rewriter:
         """Emit an op that the trace did not have, and find what it returns."""
         given = map_arg((args, dict(kwargs)), lambda node: node.meta["val"])
         mode = next((v.fake_mode for v in pytree.tree_leaves(given) if isinstance(v, FakeTensor)), None)
-        with mode or nullcontext():
-            val = target(*given[0], **given[1])
+        try:
+            with mode or nullcontext():
+                val = target(*given[0], **given[1])
+        except (RuntimeError, ValueError) as error:  # a view of memory that is laid out otherwise since it was written
+            raise NoRule(f"{target}: {error}") from error
         return self._emit(origin, target, args, kwargs, val=val)
 
     def _args(self, args: Any) -> Any:
@@ -357,6 +360,8 @@ class Rewriter:
             above.append(self._taken(node, view, above[-1]))
         for view, whole in zip(reversed(tensor.views), reversed(above), strict=False):
             made = self._put_back(node, view, whole, made)
+        if str(made.meta["val"].stride()) != str(tensor.storage.base.meta["val"].stride()):
+            raise NoRule(f"{target} lays its memory out otherwise")  # what reads it later does so as in the trace
         tensor.storage.base = made
         tensor.storage.written += 1
         if not tensor.views:
