@@ -395,7 +395,7 @@ class Drawn(nn.Module):
         return tuple(tensor * 1 for tensor in pool)
 
 
-@pytest.mark.parametrize("start", range(0, 200, 40))
+@pytest.mark.parametrize("start", [0, 40, 400, 5180])  # views that do not fit any more are in 423 and 5196
 def test_drawn_writes_through_views_make_what_they_made(start: int) -> None:
     num_short = 0
     for seed in range(start, start + 40):
