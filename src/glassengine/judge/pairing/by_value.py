@@ -255,13 +255,14 @@ class Counterparts:
         """
         if self._known.reads_the_same(node, seen.name):
             return True
+        allowed = self._known.allowed(node, seen.name)
         predictions = self._known.predictions.trial({node.name: predicted})
         replaced = self._known.predictions.trial({node.name: self._known.tensors.values(seen)})
         made_of = self._known.tensors.ancestors[seen.name]
         for below in next_below(node, _AHEAD):
-            without = self._nearest(below, predictions, 1 << self._known.tensors.order[seen.name])
-            of_it = self._nearest(below, replaced, made_of)
-            if min(without, of_it) > self._known.allowed(node, seen.name):
+            without = self._nearest(below, predictions, 1 << self._known.tensors.order[seen.name], allowed)
+            of_it = self._nearest(below, replaced, made_of, allowed)
+            if min(without, of_it) > allowed:
                 continue  # what the candidate has below is neither: which of two strangers is nearer says nothing
             if without * _TELLING < of_it:
                 return False
@@ -269,8 +270,11 @@ class Counterparts:
                 return True
         return True
 
-    def _nearest(self, node: Node, env: PairingTrial, besides: int) -> float:
-        """Return how near any tensor is to what `node` makes of `env`, its own roundoff at least."""
+    def _nearest(self, node: Node, env: PairingTrial, besides: int, allowed: float) -> float:
+        """Return how near any tensor is to what `node` makes of `env`, its own roundoff at least.
+
+        Infinite beyond what tells two tensors apart of which one is as near as `allowed`.
+        """
         try:
             predicted = self._known.predictions.value(node, env)
         except UnknownValue:
@@ -278,7 +282,7 @@ class Counterparts:
         if not is_tensor_node(node) or not all(value.is_floating_point() for value in predicted):
             return math.inf
         tensors = self._known.tensors
-        alike = list(tensors.alike(predicted, besides))
+        alike = list(tensors.alike(predicted, _TELLING * allowed, besides))
         near = (max(tensors.distance(seen, predicted, beside_padding=False), tensors.unit(seen.name)) for seen in alike)
         return min(near, default=math.inf)
 

@@ -8,16 +8,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from glassengine.blocks.arrays import Array
 from glassengine.capture.observers import run_program
 from glassengine.judge.cases import Case, StepInputs, by_name, empty_caches
 from glassengine.judge.exclusions.perturbation import unread_nodes
 from glassengine.numerics.arrangements import Arrangement, arrangements
 from glassengine.numerics.judgement import unit_roundoff
-from glassengine.numerics.mask_values import HIDDEN, sentinel
+from glassengine.numerics.mask_values import HIDDEN, is_below, sentinel
 from glassengine.program.kinds.image_text import ROWS
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program
@@ -129,12 +131,16 @@ class CandidateTensor(NamedTuple):
     how: Arrangement | None = None
 
 
-class _Sums(NamedTuple):
-    """What no arrangement changes: root mean square, mean of the absolute values, mean."""
+class _Group(NamedTuple):
+    """The floating tensors of one dtype and number of elements.
 
-    size: float
-    absolute: float
-    mean: float
+    Attributes:
+        names: Theirs.
+        sums: [names, steps, 3]: `_sums` of each, in the steps without padding.
+    """
+
+    names: Sequence[str]
+    sums: Array
 
 
 class CandidateTensors:
@@ -169,7 +175,7 @@ class CandidateTensors:
         for name in self.nodes:
             self._by_number.setdefault(numbers_of(self.values(CandidateTensor(name))), []).append(name)
         self.taken: set[str] = set()
-        self._sums: dict[str, list[_Sums]] = {}
+        self._groups: dict[tuple[int, ...], list[_Group]] = {}
 
     def values(self, seen: CandidateTensor) -> Values:
         """Return what a node made in each step, arranged."""
@@ -185,11 +191,11 @@ class CandidateTensors:
         """Return the tensors of as many elements."""
         return self._by_number.get(numbers_of(predicted), ())
 
-    def alike(self, predicted: Values, besides: int) -> Iterator[CandidateTensor]:
-        """Yield the floating tensors of the same shape and, roughly, size, but those at the places `besides`."""
+    def alike(self, predicted: Values, most: float, besides: int) -> Iterator[CandidateTensor]:
+        """Yield the floating tensors of the same shape that may be so near, but those at the places `besides`."""
         shapes = shapes_of(predicted)
-        for name, sums in self._with_sums(predicted, besides):
-            if self._shapes[name] == shapes and all(abs(a.size - b.size) <= 0.2 * max(a.size, b.size) for a, b in sums):
+        for name in self._may_be_near(predicted, lambda _: most, besides):
+            if self._shapes[name] == shapes:
                 yield CandidateTensor(name)
 
     def close(
@@ -199,16 +205,15 @@ class CandidateTensors:
 
         Args:
             predicted: In each step.
-            allowed: Largest distance of a tensor.
+            allowed: Largest distance of a tensor; one for all of a dtype.
             besides: Places that are left out.
             beside_padding: As for `distance`.
         """
         shapes = shapes_of(predicted)
-        for name, sums in self._with_sums(predicted, besides):
-            most = allowed(name)
-            for seen in self._arranged(name, shapes) if _may_be_near(sums, most) else ():
+        for name in self._may_be_near(predicted, allowed, besides):
+            for seen in self._arranged(name, shapes):
                 distance = self.distance(seen, predicted, beside_padding=beside_padding)
-                if distance <= most:
+                if distance <= allowed(name):
                     yield distance, seen
                     break
 
@@ -221,10 +226,9 @@ class CandidateTensors:
             known: As for `arranged`.
         """
         ranked: list[tuple[float, int, CandidateTensor]] = []
-        for name, sums in self._with_sums(predicted, 0):
-            if _may_be_near(sums, most):
-                found = self.arranged(name, predicted, known)
-                ranked += [(self.distance(s, predicted, beside_padding=False), self.order[name], s) for s in found]
+        for name in self._may_be_near(predicted, lambda _: most, 0):
+            found = self.arranged(name, predicted, known)
+            ranked += [(self.distance(s, predicted, beside_padding=False), self.order[name], s) for s in found]
         return [seen for distance, _, seen in sorted(ranked, key=lambda item: item[:2]) if distance <= most]
 
     def arranged(self, name: str, predicted: Values, known: Sequence[Arrangement]) -> Iterator[CandidateTensor]:
@@ -262,15 +266,31 @@ class CandidateTensors:
         each = each if beside_padding else each[: self._num_unpadded]
         return max(_distance(*_real(theirs, ours, real)) for theirs, ours, real in each)
 
-    def _with_sums(self, predicted: Values, besides: int) -> Iterator[tuple[str, list[tuple[_Sums, _Sums]]]]:
-        """Yield the free floating tensors of as many elements; of each step without padding the sums of both."""
-        sums = [_sums(value) for value in predicted]
-        for name in self.of_number(predicted):
-            is_free = name not in self.taken and not besides >> self.order[name] & 1
-            if is_free and self.nodes[name].meta["val"].is_floating_point():
-                if name not in self._sums:
-                    self._sums[name] = [_sums(value) for value in self.values(CandidateTensor(name))]
-                yield name, list(zip(sums, self._sums[name], strict=True))[: self._num_unpadded]
+    def _may_be_near(self, predicted: Values, allowed: Callable[[str], float], besides: int) -> Iterator[str]:
+        """Yield the free floating tensors of as many elements whose sums are as near as the tensors have to be."""
+        sums = np.array([_sums(value) for value in predicted[: self._num_unpadded]])
+        for group in self._groups_of(predicted):
+            # The distance of two tensors bounds that of every mean.
+            most = allowed(group.names[0]) * sums[:, :1] * _SLACK + 1e-30
+            with np.errstate(invalid="ignore"):
+                is_near = (np.abs(group.sums - sums) <= most).all((1, 2))
+            for name in itertools.compress(group.names, is_near):
+                if name not in self.taken and not besides >> self.order[name] & 1:
+                    yield name
+
+    def _groups_of(self, predicted: Values) -> list[_Group]:
+        numbers = numbers_of(predicted)
+        if numbers not in self._groups:
+            by_dtype: dict[torch.dtype, list[str]] = {}
+            for name in self.of_number(predicted):
+                by_dtype.setdefault(self.nodes[name].meta["val"].dtype, []).append(name)
+            steps = self._steps[: self._num_unpadded]
+            self._groups[numbers] = [
+                _Group(names, np.array([[_sums(step.values[name]) for step in steps] for name in names]))
+                for dtype, names in by_dtype.items()
+                if dtype.is_floating_point
+            ]
+        return self._groups[numbers]
 
     def _arranged(self, name: str, shapes: tuple[Any, ...]) -> Iterator[CandidateTensor]:
         theirs = self._shapes[name]
@@ -328,15 +348,6 @@ def _hows(theirs: tuple[Any, ...], shapes: tuple[Any, ...]) -> list[Arrangement 
     return found
 
 
-def _may_be_near(sums: Sequence[tuple[_Sums, _Sums]], most: float) -> bool:
-    """Whether two tensors can be so near in each step: the distance bounds that of every mean."""
-    return math.isinf(most) or all(
-        abs(a - b) <= most * ours.size * _SLACK + 1e-30
-        for ours, theirs in sums
-        for a, b in zip(ours, theirs, strict=True)
-    )
-
-
 def ancestors_of(program: Program) -> dict[str, int]:
     """Return for each node itself and what it is made of, as the bits of their places in the graph."""
     made_of: dict[str, int] = {}
@@ -347,18 +358,15 @@ def ancestors_of(program: Program) -> dict[str, int]:
     return made_of
 
 
-def _sums(value: torch.Tensor) -> _Sums:
+def _sums(value: torch.Tensor) -> tuple[float, float, float]:
+    """Return what no arrangement changes: root mean square, mean of the absolute values, mean."""
     if not value.numel():
-        return _Sums(0.0, 0.0, 0.0)
-    wide = (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double()
-    masked = ~(wide.abs() < sentinel(wide.dtype))
-    if bool(masked.any()):
-        wide = torch.where(masked, 0.0, wide)
-    return _Sums(
-        float(torch.linalg.vector_norm(wide)) / math.sqrt(value.numel()),
-        float(wide.abs().mean()),
-        float(wide.mean()),
-    )
+        return 0.0, 0.0, 0.0
+    wide = value.double()
+    if not is_below(wide, sentinel(wide.dtype)):
+        wide = torch.where(wide.abs() < sentinel(wide.dtype), wide, 0.0)
+    size, absolute = (float(torch.linalg.vector_norm(wide, order)) for order in (2, 1))
+    return size / math.sqrt(wide.numel()), absolute / wide.numel(), float(wide.mean())
 
 
 def _real(theirs: torch.Tensor, ours: torch.Tensor, real: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -380,14 +388,18 @@ def _distance(candidate: torch.Tensor, predicted: torch.Tensor) -> float:
         return 0.0 if same else float("inf")
     theirs, ours = candidate.double(), predicted.double()
     limit = sentinel(candidate.dtype, predicted.dtype)
+    if is_below(theirs, min(limit, -HIDDEN)) and is_below(ours, min(limit, -HIDDEN)):
+        return _relative(theirs - ours, ours)
     masked = ~(ours.abs() < limit)
     if not torch.equal(masked, ~(theirs.abs() < limit)):
         return float("inf")
     hidden = ours <= HIDDEN
+    error = theirs - ours
     # What a mask hides is larger by far than what it shows: either counts by its own size.
-    return max(_relative(theirs, ours, masked | one) for one in ((hidden, ~hidden) if hidden.any() else (hidden,)))
+    parts = (masked | one for one in ((hidden, ~hidden) if hidden.any() else (hidden,)))
+    return max(_relative(*(torch.where(left_out, 0.0, value) for value in (error, ours))) for left_out in parts)
 
 
-def _relative(theirs: torch.Tensor, ours: torch.Tensor, left_out: torch.Tensor) -> float:
-    error, size = (_sums(torch.where(left_out, 0.0, value)).size for value in (theirs - ours, ours))
-    return error / size if size else (0.0 if error == 0 else float("inf"))
+def _relative(error: torch.Tensor, of: torch.Tensor) -> float:
+    difference, size = (float(torch.linalg.vector_norm(value)) for value in (error, of))
+    return difference / size if size else (0.0 if difference == 0 else float("inf"))
