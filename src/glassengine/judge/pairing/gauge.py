@@ -28,6 +28,7 @@ from glassengine.judge.replay.values import DOES_NOT_FIT, NoCounterpart, in_floa
 from glassengine.judge.site_pairs import SitePair, ancestors, difference, operands_of, ports
 from glassengine.numerics.float64 import double, is_real, target_of
 from glassengine.numerics.judgement import unit_roundoff
+from glassengine.numerics.mask_values import is_below
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program
@@ -280,8 +281,15 @@ class _Values:
     def with_source(self, node: Node, source: Node, value: Tensor) -> Any:
         """Return what the value of a node would be with another value of one of its sources."""
         other = copy.copy(self)
-        other.made = {n: known for n, known in self.made.items() if n is not node and isinstance(known, Tensor)}
-        other.made[source] = value
+        other.made = {source: value}
+        waiting = [node]
+        while waiting:
+            for read in waiting.pop().all_input_nodes:
+                known = self.made.get(read)
+                if isinstance(known, Tensor):
+                    other.made.setdefault(read, known)
+                else:  # several results, of which one may come from another value
+                    waiting.append(read)
         return other.of(node)
 
     def _compute(self, node: Node) -> Any:
@@ -376,13 +384,17 @@ def _apart(ours: Any, theirs: Any) -> float:
         return math.inf
     if not (ours.is_floating_point() and theirs.is_floating_point()):
         return 0.0 if torch.equal(ours, theirs) else math.inf
-    same = (ours == theirs) | (ours.isnan() & theirs.isnan()) | ((ours < -_HUGE) & (theirs < -_HUGE))  # all of it hides
-    usual = ours.isfinite() & theirs.isfinite() & (ours.abs() < _HUGE) & (theirs.abs() < _HUGE)
-    if not bool((same | usual).all()):
-        return math.inf
-    left, right = (torch.where(usual, double(value.detach()), 0.0) for value in (ours, theirs))
+    left, right = double(ours.detach()), double(theirs.detach())
+    if not (is_below(left, _HUGE) and is_below(right, _HUGE)):
+        same = (
+            (left == right) | (left.isnan() & right.isnan()) | ((left < -_HUGE) & (right < -_HUGE))
+        )  # all of it hides
+        usual = (left.abs() < _HUGE) & (right.abs() < _HUGE)
+        if not bool((same | usual).all()):
+            return math.inf
+        left, right = (torch.where(usual, value, 0.0) for value in (left, right))
     if not left.numel():
         return 0.0
     error, rows = ((x.square().mean(-1).sqrt() if x.dim() else x.abs()) for x in (left - right, left))
-    floor = 1e-2 * float(left.square().mean().sqrt())
+    floor = 1e-2 * float(rows.square().mean().sqrt())
     return float((error / rows.clamp(min=max(floor, 1e-300))).max())
