@@ -140,6 +140,9 @@ class _Two:
                 return None
             if differing is None:
                 return None
+            if given and not differing:
+                # Other origins are given, and this one makes the same: there is nothing to be taken back.
+                return found
             found |= differing
         return found if all(self._shows.values()) else None
 
@@ -352,20 +355,22 @@ def _made_up(value: Tensor, size: float, generator: torch.Generator, *, like: bo
     """
     if not isinstance(value, Tensor) or not value.dim() or not value.numel():
         return value
+    if value.is_floating_point():
+        noise = _normal(value, generator)
+        return _like(value, noise, size) if like else noise * size
     turned = torch.rand(value.shape, generator=generator) < 0.3
     turned[..., 0] = False  # something has to be left of a mask
     if value.dtype is torch.bool:
         return value ^ turned
-    if not value.is_floating_point():
-        if like or value.dim() < 2 or bool((value < 0).any()):
-            return value
-        # The other number of a mask, another token of a vocabulary.
-        most = max(2, int(value.max()) + 1)
-        step = 1 + torch.randint(most - 1, value.shape, generator=generator)
-        return torch.where(turned, (value + step) % most, value)
-    noise = _normal(value, generator)
-    if not like:
-        return noise * size
+    if like or value.dim() < 2 or bool((value < 0).any()):
+        return value
+    # The other number of a mask, another token of a vocabulary.
+    most = max(2, int(value.max()) + 1)
+    step = 1 + torch.randint(most - 1, value.shape, generator=generator)
+    return torch.where(turned, (value + step) % most, value)
+
+
+def _like(value: Tensor, noise: Tensor, size: float) -> Tensor:
     wide = double(value)
     counts = wide.isfinite() & (wide.abs() < _HUGE)
     scale = float(wide[counts].square().mean().sqrt()) if bool(counts.any()) else 0.0
