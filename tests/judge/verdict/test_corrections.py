@@ -412,6 +412,32 @@ def test_an_op_that_is_done_earlier_is_not_called_missing() -> None:
     assert first is not None and first.hints[0].text == "mul with sigmoid.0 is done before linear, not after it"
 
 
+class Scored(nn.Module):
+    """Scores of two layers, scaled at the end by a power of a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.tensor(2.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.left(x) @ self.right(x).mT * self.scale.exp()).tanh()
+
+
+class ScoredBefore(Scored):
+    """Scales one side before the product, which makes the same, and leaves out the power, which does not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((self.scale * self.left(x)) @ self.right(x).mT).tanh()
+
+
+def test_an_op_that_is_missing_is_named_beside_one_that_is_done_earlier() -> None:
+    baseline, candidate = Scored(), ScoredBefore()
+    candidate.load_state_dict(baseline.state_dict())
+    first = check(baseline, candidate=candidate, inputs={"x": torch.randn(4, 8) / 8}).first_divergence
+    assert first is not None and first.hints[0].text == "exp is missing", first
+
+
 class Parted(nn.Module):
     """Takes a tensor apart and reads both parts in a line of both sides."""
 

@@ -148,7 +148,11 @@ class MistakeSearch:
             between = (origin_of(one) for one in up(later) if there in ancestors(one))
             after = next((called(op_name(one)) for one in between if one.target not in written), "other ops")
             where = f"after {after}, not before it"
-        elif hint.kind in _OF_MISSING and (earlier := done_earlier(node, there, self.counterparts)) is not None:
+        elif (
+            hint.kind in _OF_MISSING
+            and self.place in (None, node.name)  # else it is another op of the region that is missing
+            and (earlier := done_earlier(node, there, self.counterparts)) is not None
+        ):
             read = {source.name for source in earlier.all_input_nodes}
             others = [one for one in node.all_input_nodes if self.counterparts.get(one.name, one.name) in read]
             where = f"before {called(op_name(origin_of(there)))}, not after it"
