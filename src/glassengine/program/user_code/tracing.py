@@ -46,7 +46,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx import Graph
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.proxy import TracerBase
 from torch.jit._fuser import optimized_execution
 from torch.utils import _pytree as pytree
@@ -343,9 +343,23 @@ class Mark:
 
 
 def _mark(tensor: torch.Tensor, port: str) -> None:
-    """Mark a tensor; inside of `torch.vmap` there is none: one element of a batch is no tensor of the graph."""
-    if not torch._C._functorch.is_batchedtensor(tensor):
+    """Mark a tensor; inside of `torch.vmap` there is none: one element of a batch is no tensor of the graph.
+
+    The node of a mark is written without a call, which would ask for its result and its lines: a third of a trace.
+    """
+    if torch._C._functorch.is_batchedtensor(tensor):
+        return
+    mode = get_proxy_mode()
+    proxy = None if mode is None else get_proxy_slot(tensor, mode.tracer, None, lambda slot: slot.proxy)
+    if mode is None or proxy is None:
         MARK(tensor, port)
+        return
+    tracer, records = mode.tracer, mode.tracer.record_stack_traces
+    tracer.record_stack_traces = False
+    try:
+        tracer.create_proxy("call_function", MARK, (proxy, port), {}, name="mark")
+    finally:
+        tracer.record_stack_traces = records
 
 
 @contextlib.contextmanager
