@@ -19,6 +19,7 @@ from torch import nn
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.judge.sides.arguments import Arguments, matched
 from glassengine.program import LoadedModel, Program, export_program
+from glassengine.program.kinds.causal_lm import is_pretrained
 from glassengine.program.kinds.example_inputs import MadeUp
 from glassengine.program.user_code.module_state import ModuleState, changes_state, states_before
 from glassengine.program.user_code.tracing import SPECIALIZED
@@ -189,10 +190,8 @@ def _part(steps: Sequence[Step], numbers: Sequence[int]) -> Sequence[Step]:
 
 def _remembers(model: LoadedModel, step: Step) -> bool:
     """Whether a forward changes what a module holds; models of transformers keep no cache here."""
-    from transformers import PreTrainedModel
-
     module: nn.Module = model.module
-    if model.stored is not None or isinstance(module, PreTrainedModel):
+    if model.stored is not None or is_pretrained(module):
         return False
     with contextlib.suppress(Exception):  # errors are raised where it is exported
         return changes_state(module, step)

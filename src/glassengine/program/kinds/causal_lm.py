@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -299,9 +300,9 @@ def expert_modules(model: nn.Module) -> list[str]:
 
 def is_pretrained(module: nn.Module) -> bool:
     """Whether a module is a model of transformers."""
-    from transformers import PreTrainedModel
-
-    return isinstance(module, PreTrainedModel)
+    # That takes two seconds to import; where nothing has, there is no such model.
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
 
 
 KINDS = {"conv": "conv_states", "recurrent": "recurrent_states"}

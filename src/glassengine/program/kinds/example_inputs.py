@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from glassengine.errors import GlassError, UsageError
-from glassengine.program.kinds.causal_lm import keeps_states
+from glassengine.program.kinds.causal_lm import is_pretrained, keeps_states
 from glassengine.program.user_code.calls import described
 from glassengine.reading.documents import read_document
 from glassengine.results.answer import Origin
@@ -45,10 +45,8 @@ def example_inputs(module: nn.Module, directory: str | None = None) -> MadeUp:
     Raises:
         UsageError: It is no model of transformers, or takes something that cannot be made up.
     """
-    from transformers import PreTrainedModel
-
     name = type(module).__name__
-    if not isinstance(module, PreTrainedModel):
+    if not is_pretrained(module):
         raise _needs_inputs(name, "its inputs do not follow from its configuration")
     parameters = inspect.signature(module.forward).parameters
     steps = MadeUp(recipes=_RECIPES)
