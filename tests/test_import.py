@@ -42,6 +42,21 @@ def test_a_page_of_a_document_is_made_without_torch() -> None:
     assert fresh("import sys, glassengine.report.page.write; print('torch' in sys.modules)") == "False"
 
 
+NOT_OF_PORTS = ("transformers.modeling_utils", "transformers.generation.utils", "onnxscript", "openvino", "ray", "peft")
+"""What a check of a module does without that is no model of transformers, and what takes seconds to import."""
+
+
+def test_a_check_of_a_plain_port_imports_only_what_it_needs() -> None:
+    code = (
+        "import sys, torch, glassengine as glass\n"
+        "ours, theirs, x = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.ones(2, 4)\n"
+        "theirs.load_state_dict(ours.state_dict())\n"
+        "result = glass.check(ours, candidate=theirs, inputs={'input': x})\n"
+        f"print(result.ok, [m for m in {NOT_OF_PORTS!r} if m in sys.modules])"
+    )
+    assert fresh(code) == "True []"
+
+
 def test_import_changes_no_setting() -> None:
     code = (
         "import os, sys, logging, warnings\n"
