@@ -28,7 +28,7 @@ from glassengine.program.representation.naming import op_name
 from glassengine.results import Kind
 
 _LEAST_SAME, _ROUNDINGS = 2.0**-22, 16.0
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _LEAST_ROW, _MOST_ROWS = 32, 8
 """Of a weight whose levels are counted."""
 _PASSES, _PASSES_OF_SAME = 60, 6
@@ -158,9 +158,9 @@ def another_module(question: Question) -> Iterator[Hypothesis]:
     held = [node for node in question.trial.inputs if node.name in question.full]
     names = [question.full[node.name] for node in held]
     modules = {module for name in question.model for module in _modules_of(name)}
-    for own in _modules_of(names[0]) if len(held) > 1 else ():
-        if not all(name.startswith(f"{own}.") for name in names):
-            continue
+    paths = _modules_of(names[0]) if len(held) > 1 else []
+    owners = [own for own in paths if all(name.startswith(f"{own}.") for name in names)]
+    for own in owners:
         alike = [other for other in modules - {own} if other + names[0].removeprefix(own) in question.model]
         around = set(_modules_of(f"{own}."))
         for other in sorted(alike, key=lambda other: (-len(around.intersection(_modules_of(f"{other}."))), other)):
@@ -168,7 +168,8 @@ def another_module(question: Question) -> Iterator[Hypothesis]:
             edits = {n: v.detach().double() for n, v in zip(held, values, strict=True) if v is not None}
             if [v.shape for v in edits.values()] == [question.trial.values[n].shape for n in held]:
                 what = "layer" if _NUMBER.sub("", other) == _NUMBER.sub("", own) else "module"
-                yield Hypothesis("swapped", f"the weights of another {what} are read: of {other}", edits)
+                read = other + owners[-1].removeprefix(own)
+                yield Hypothesis("swapped", f"the weights of another {what} are read: of {read}", edits)
 
 
 def _modules_of(name: str) -> list[str]:
