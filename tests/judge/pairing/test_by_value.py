@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.diagnose import check
+from glassengine.judge.pairing.candidate_tensors import CandidateTensor, CandidateTensors, ProbeStep
 from glassengine.judge.site_pairs import sibling_of
 from glassengine.program.export.export import export_module
 from glassengine.results import Comparison
@@ -493,3 +494,33 @@ def test_positions_that_a_mask_of_padding_hides_are_listed() -> None:
     assert first is not None and first.hints[0].text.startswith("a position does not see position 5, 6; start of"), (
         first
     )
+
+
+class Doubled(nn.Module):
+    """One op."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+HIDING = torch.tensor([[0.0, -1e9], [1.0, -1e9]])
+
+
+@pytest.mark.parametrize(
+    ("made", "predicted", "distance"),
+    [
+        (torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]), 0.5 / 29.25**0.5),
+        (torch.ones(4), torch.ones(2, 2), torch.inf),
+        (torch.tensor([1.0, torch.nan]), torch.tensor([2.0, torch.nan]), 0.5),
+        (torch.tensor([1.0, torch.inf]), torch.tensor([1.0, 1.0]), torch.inf),
+        (HIDING + torch.tensor([[0.0, 1e3], [0.5, 0.0]]), HIDING, 0.5),
+        (torch.zeros(3), torch.zeros(3), 0.0),
+    ],
+    ids=["near", "another shape", "no number", "infinite", "hidden", "zeros"],
+)
+def test_the_distance_of_a_tensor_and_a_prediction(made: Tensor, predicted: Tensor, distance: float) -> None:
+    program = export_module(Doubled(), {"x": torch.ones(4)})
+    name = next(node.name for node in program.graph.nodes if node.op == "call_function")
+    found = CandidateTensors(program, [ProbeStep({}, {name: made})])
+    assert found.distance(CandidateTensor(name), [predicted.double()]) == pytest.approx(distance)
+    assert (CandidateTensor(name) in found.near([predicted.double()], 0.9, ())) == (distance < 0.9)

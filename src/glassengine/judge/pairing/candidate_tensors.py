@@ -315,9 +315,15 @@ def is_telling(values: Values, *, is_turned: bool = False) -> bool:
 
     A square one that `is_turned` needs three: a mask of what comes before is one of what comes after, transposed.
     """
-    tensors = (value for value in values if isinstance(value, torch.Tensor) and value.numel() > 1)
-    others = (value[value != value.flatten()[0]] for value in tensors)
-    return any(not is_turned or bool((other != other[0]).any()) for other in others if other.numel())
+    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.numel() > 1]
+    # Mostly the first row tells.
+    rows = [value[(0,) * (value.dim() - 1)] for value in tensors]
+    return any(_has_another(value, is_turned=is_turned) for value in (*rows, *tensors))
+
+
+def _has_another(value: torch.Tensor, *, is_turned: bool) -> bool:
+    other = value[value != value.flatten()[0]]
+    return bool(other.numel()) and (not is_turned or bool((other != other[0]).any()))
 
 
 def _dead_twins(program: Program) -> set[str]:
@@ -382,10 +388,11 @@ def _real(theirs: torch.Tensor, ours: torch.Tensor, real: torch.Tensor | None) -
 
 
 def _distance(candidate: torch.Tensor, predicted: torch.Tensor) -> float:
-    """Return rms(candidate - predicted) / rms(predicted); infinite where masks differ."""
+    """Return rms(candidate - predicted) / rms(predicted); infinite where masks or shapes differ."""
+    if candidate.shape != predicted.shape:
+        return float("inf")
     if not predicted.is_floating_point() or not candidate.is_floating_point():
-        same = candidate.shape == predicted.shape and bool((candidate == predicted).all())
-        return 0.0 if same else float("inf")
+        return 0.0 if bool((candidate == predicted).all()) else float("inf")
     theirs, ours = candidate.double(), predicted.double()
     limit = sentinel(candidate.dtype, predicted.dtype)
     if is_below(theirs, min(limit, -HIDDEN)) and is_below(ours, min(limit, -HIDDEN)):

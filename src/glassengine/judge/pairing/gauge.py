@@ -51,6 +51,8 @@ _FEW_ALONE = 8
 _SMALL = 0.01
 """Relative size of a difference that shows where a value is read, and not where a maximum leaves it out."""
 _HUGE = 1e30
+_MOST_DRAWN = 65_521
+"""Normal numbers that are drawn for a value: a prime, so that no two rows or images are of the same ones."""
 
 
 @torch.no_grad()
@@ -378,7 +380,10 @@ def _like(value: Tensor, noise: Tensor, size: float) -> Tensor:
 
 
 def _normal(value: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(value.shape, generator=generator, dtype=torch.float64)
+    """Return normal numbers in the shape of a value; those of a large one repeat themselves."""
+    number = value.numel()
+    drawn = torch.randn(min(number, _MOST_DRAWN), generator=generator, dtype=torch.float64)
+    return drawn.repeat(-(-number // _MOST_DRAWN))[:number].view(value.shape) if number else drawn.view(value.shape)
 
 
 def _apart(ours: Any, theirs: Any) -> float:
