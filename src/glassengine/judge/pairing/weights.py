@@ -34,8 +34,6 @@ And of all of a tensor, what the steps before may have left in what they keep.
 """
 _SAMPLE = 64
 """Numbers in the middle of two weights that are compared before all are."""
-_MOST_SUMMED = 1 << 20
-"""Elements of a weight that is looked up by its size; there are few larger ones, and some numbers tell these apart."""
 _MOST_ALIKE = 6
 """Number of equal weights from which they are not evidence: untrained norms are all ones."""
 
@@ -199,11 +197,10 @@ class SameWeights:
         self._nodes = candidate.nodes
         self._known: dict[str, list[str]] = {}
         self._order = {name: place for place, name in enumerate(self._theirs)}
-        self._by_number: dict[int, list[tuple[float, str]]] = {}
+        self._by_number: dict[int, list[str]] = {}
         for name, tensor in self._theirs.items():
-            self._by_number.setdefault(tensor.numel(), []).append((_size(tensor), name))
-        for some in self._by_number.values():
-            some.sort(key=lambda one: one[0])
+            self._by_number.setdefault(tensor.numel(), []).append(name)
+        self._by_size: dict[int, list[tuple[float, str]]] = {}
         units = [unit_roundoff(one.dtype) for one in [*self._ours.values(), *self._theirs.values()] if is_real(one)]
         self._apart = _ROUNDINGS * max(units, default=0.0)
 
@@ -218,12 +215,17 @@ class SameWeights:
         return self._like(name, _is_same)
 
     def _like(self, name: str, is_like: Callable[[torch.Tensor, torch.Tensor], bool]) -> list[str]:
-        own, some = self._ours[name], self._by_number.get(self._ours[name].numel(), [])
-        size, room = _size(own), 1 + 2 * self._apart
-        first = bisect_left(some, size / room, key=lambda one: one[0])
-        last = bisect_right(some, size * room, key=lambda one: one[0])
-        found = [other for _, other in some[first:last] if is_like(own, self._theirs[other])]
-        return sorted(found, key=self._order.__getitem__)
+        own = self._ours[name]
+        some = self._by_number.get(own.numel(), [])
+        if len(some) > 1:
+            if own.numel() not in self._by_size:
+                self._by_size[own.numel()] = sorted((_size(self._theirs[other]), other) for other in some)
+            sizes = self._by_size[own.numel()]
+            size, room = _size(own), 1 + 2 * self._apart
+            first = bisect_left(sizes, size / room, key=lambda one: one[0])
+            last = bisect_right(sizes, size * room, key=lambda one: one[0])
+            some = [other for _, other in sizes[first:last]]
+        return sorted((other for other in some if is_like(own, self._theirs[other])), key=self._order.__getitem__)
 
     def readers(self, node: Node) -> Iterator[Node]:
         """Yield the ops of the candidate that read a weight of the same content as one that `node` reads."""
@@ -241,10 +243,11 @@ class SameWeights:
 
 
 def _size(weight: torch.Tensor) -> float:
-    """Return the sum of all magnitudes, which no arrangement changes; of NaN infinity, and of few large weights 0."""
-    if not is_real(weight) or weight.numel() > _MOST_SUMMED:
+    """Return the sum of all magnitudes, which no arrangement changes; of NaN infinity, of whole numbers 0."""
+    if not is_real(weight):
         return 0.0
-    size = float(weight.detach().double().abs().sum())
+    wide = weight.detach().float() if weight.element_size() == 1 else weight.detach()  # of 8 bits few ops are known
+    size = float(torch.linalg.vector_norm(wide, 1, dtype=torch.float64))
     return math.inf if math.isnan(size) else size
 
 
@@ -263,16 +266,10 @@ def _is_same_in_any_arrangement(ours: torch.Tensor, theirs: torch.Tensor) -> boo
     """Whether two weights of one number of elements hold the same, in any arrangement."""
     if _is_same(ours, theirs):
         return True
-    if not ours.numel() or not _is_same(*map(_means, (ours, theirs))):
+    if not ours.numel():
         return False
     found = arrangements([(size,) for size in theirs.shape], [(size,) for size in ours.shape])
     return any(is_equal(ours, how.apply(theirs, ours.shape)) for how in found)
-
-
-def _means(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what no arrangement changes of a tensor, in its dtype."""
-    wide = tensor.detach().double().flatten()
-    return torch.stack([wide.mean(), wide.abs().mean(), wide.square().mean().sqrt()]).to(tensor.dtype)
 
 
 def weights_of(program: Program) -> dict[str, torch.Tensor]:
