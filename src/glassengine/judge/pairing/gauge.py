@@ -142,7 +142,7 @@ class _Two:
                 return None
             if differing is None:
                 return None
-            if given and not differing:
+            if given and not differing and seed == 0:
                 # Other origins are given, and this one makes the same: there is nothing to be taken back.
                 return found
             found |= differing

@@ -301,8 +301,7 @@ def expert_modules(model: nn.Module) -> list[str]:
 def is_pretrained(module: nn.Module) -> bool:
     """Whether a module is a model of transformers."""
     # That takes two seconds to import; where nothing has, there is no such model.
-    modeling = sys.modules.get("transformers.modeling_utils")
-    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
+    return isinstance(module, getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ()))
 
 
 KINDS = {"conv": "conv_states", "recurrent": "recurrent_states"}
