@@ -132,7 +132,7 @@ class CandidateTensor(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """The floating tensors of one dtype and number of elements.
+    """The floating tensors of one dtype and number of elements, by the size of the first step.
 
     Attributes:
         names: Theirs.
@@ -273,8 +273,10 @@ class CandidateTensors:
             # The distance of two tensors bounds that of every mean.
             most = allowed(group.names[0]) * sums[:, :1] * _SLACK + 1e-30
             with np.errstate(invalid="ignore"):
-                is_near = (np.abs(group.sums - sums) <= most).all((1, 2))
-            for name in itertools.compress(group.names, is_near):
+                first = np.searchsorted(group.sums[:, 0, 0], sums[0, 0] - most[0, 0])
+                last = np.searchsorted(group.sums[:, 0, 0], sums[0, 0] + most[0, 0], "right")
+                is_near = (np.abs(group.sums[first:last] - sums) <= most).all((1, 2))
+            for name in itertools.compress(group.names[first:last], is_near):
                 if name not in self.taken and not besides >> self.order[name] & 1:
                     yield name
 
@@ -284,13 +286,14 @@ class CandidateTensors:
             by_dtype: dict[torch.dtype, list[str]] = {}
             for name in self.of_number(predicted):
                 by_dtype.setdefault(self.nodes[name].meta["val"].dtype, []).append(name)
-            steps = self._steps[: self._num_unpadded]
-            self._groups[numbers] = [
-                _Group(names, np.array([[_sums(step.values[name]) for step in steps] for name in names]))
-                for dtype, names in by_dtype.items()
-                if dtype.is_floating_point
-            ]
+            self._groups[numbers] = [self._group(some) for dtype, some in by_dtype.items() if dtype.is_floating_point]
         return self._groups[numbers]
+
+    def _group(self, names: Sequence[str]) -> _Group:
+        steps = self._steps[: self._num_unpadded]
+        sums = {name: [_sums(step.values[name]) for step in steps] for name in names}
+        by_size = sorted(names, key=lambda name: sums[name][0][0])
+        return _Group(by_size, np.array([sums[name] for name in by_size]))
 
     def _arranged(self, name: str, shapes: tuple[Any, ...]) -> Iterator[CandidateTensor]:
         theirs = self._shapes[name]
