@@ -43,7 +43,7 @@ def test_a_page_of_a_document_is_made_without_torch() -> None:
 
 
 NOT_OF_PORTS = ("transformers.modeling_utils", "transformers.generation.utils", "onnxscript", "openvino", "ray", "peft")
-"""What a check of a module does without that is no model of transformers, and what takes seconds to import."""
+"""Modules that take seconds to import, and that a check of a plain module does not need."""
 
 
 def test_a_check_of_a_plain_port_imports_only_what_it_needs() -> None:

@@ -266,3 +266,25 @@ def test_an_origin_that_alone_made_a_result_wrong_is_no_gauge() -> None:
     assert guilty_of(program, {first, second}, [result]) == set()  # either may be the one
     assert guilty_of(program, {first, result}, [result]) == {result}
     assert guilty_of(program, {first}, []) == set()
+
+
+class TwoNorms(nn.Module):
+    """A norm that is normed again, which takes its epsilon back where values are large; and another result beside."""
+
+    def __init__(self, eps: float, factor: float = 2.0) -> None:
+        super().__init__()
+        self.eps, self.factor = eps, factor
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        first = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return first * torch.rsqrt(first.pow(2).mean(-1, keepdim=True) + 1e-5), y * self.factor
+
+
+def test_a_difference_that_large_values_hide_is_asked_for_in_small_ones_beside_a_mistake() -> None:
+    step = {"x": torch.randn(4, 8) / 30, "y": torch.randn(4, 8)}
+    baseline, candidate = (
+        export_program(load_model(module), inputs=[step]) for module in (TwoNorms(1e-5), TwoNorms(2e-5, 3.0))
+    )
+    pairs = pair_programs(baseline, candidate, module_cases([step]))
+    _, mistake = baseline.output_nodes.values()
+    assert not taken_back(baseline, candidate, pairs, step, {"add": "norm", mistake: "factor"}, [mistake])

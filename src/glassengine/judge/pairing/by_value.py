@@ -273,7 +273,7 @@ class Counterparts:
     def _nearest(self, node: Node, env: PairingTrial, besides: int, allowed: float) -> float:
         """Return how near any tensor is to what `node` makes of `env`, its own roundoff at least.
 
-        Infinite beyond what tells two tensors apart of which one is as near as `allowed`.
+        Infinite beyond `_TELLING` times `allowed`: a tensor that is farther decides nothing.
         """
         try:
             predicted = self._known.predictions.value(node, env)

@@ -143,7 +143,7 @@ class _Two:
             if differing is None:
                 return None
             if given and not differing and seed == 0:
-                # Other origins are given, and this one makes the same: there is nothing to be taken back.
+                # The origins that are not given make the same on both sides: nothing can be taken back.
                 return found
             found |= differing
         return found if all(self._shows.values()) else None

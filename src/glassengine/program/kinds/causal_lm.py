@@ -300,7 +300,7 @@ def expert_modules(model: nn.Module) -> list[str]:
 
 def is_pretrained(module: nn.Module) -> bool:
     """Whether a module is a model of transformers."""
-    # That takes two seconds to import; where nothing has, there is no such model.
+    # The import takes two seconds. Without it there is no such model.
     return isinstance(module, getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ()))
 
 

@@ -345,7 +345,7 @@ class Mark:
 def _mark(tensor: torch.Tensor, port: str) -> None:
     """Mark a tensor; inside of `torch.vmap` there is none: one element of a batch is no tensor of the graph.
 
-    The node of a mark is written without a call, which would ask for its result and its lines: a third of a trace.
+    Writes the node directly. A call of the op would infer a result and collect stack lines, a third of a trace.
     """
     if torch._C._functorch.is_batchedtensor(tensor):
         return

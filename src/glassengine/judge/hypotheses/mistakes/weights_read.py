@@ -168,7 +168,7 @@ def another_module(question: Question) -> Iterator[Hypothesis]:
             edits = {n: v.detach().double() for n, v in zip(held, values, strict=True) if v is not None}
             if [v.shape for v in edits.values()] == [question.trial.values[n].shape for n in held]:
                 what = "layer" if _NUMBER.sub("", other) == _NUMBER.sub("", own) else "module"
-                # A list of layers is none: of it the layer is named.
+                # A list of layers has no weights of its own: its layer is named.
                 read = ".".join([other, *itertools.takewhile(str.isdigit, owners[-1].removeprefix(own).split(".")[1:])])
                 yield Hypothesis("swapped", f"the weights of another {what} are read: of {read}", edits)
 
