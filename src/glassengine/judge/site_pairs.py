@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 import inspect
 import math
+import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -42,6 +43,9 @@ _OTHER_VALUES = frozenset({"_conj", "_neg_view"})
 """Views whose elements are other ones than those of what they are views of."""
 _AS_NEAR = 4.0
 """Results whose distances differ by no more than this factor are as near as each other: both may be rounding."""
+
+
+_NUMBER = re.compile(r"(?<![^.@])\d+(?![^.@:/])")
 
 
 @dataclass(frozen=True)
@@ -515,3 +519,14 @@ def reads_counterparts(
         elif is_tensor_node(a) and counterparts.get(a.name) != b.name:
             return False
     return True
+
+
+def place_of(site: str, source: str | None) -> str:
+    """Return what the sites of one place in repeated layers have in common: `layers.*.mlp/mul.0`."""
+    path, _, op = site.rpartition("/")
+    place = _NUMBER.sub("*", path or op)
+    if not path:
+        return place
+    if place != path or source is None:
+        return f"{place}/{op}"
+    return f"{path}/{op.partition('.')[0]} in {source}"

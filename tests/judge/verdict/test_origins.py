@@ -13,7 +13,8 @@ from rich.console import Console
 from torch import fx, nn
 
 from glassengine.diagnose import check
-from glassengine.judge.verdict.origins import OriginTracker, place_of, with_proofs
+from glassengine.judge.site_pairs import place_of
+from glassengine.judge.verdict.origins import OriginTracker, with_proofs
 from glassengine.report import terminal_check
 from glassengine.results import Comparison, Divergence, Hint
 

@@ -327,6 +327,7 @@ def unread(
     values: dict[Node, Any] = {}
     some = list(marked.items())[:MOST_MARKED]
     waiting = {name: _Lane(mask, values, () if name in shown else scores) for name, mask in some}
+    follow: dict[str, str] = {}  # one that covers the elements of another at its node -> that one
     last_use, varying = last_uses(program), of_inputs(program)
     for node in program.graph.nodes:
         if node.op == "placeholder":
@@ -337,15 +338,24 @@ def unread(
             if node.op != "output":
                 values[node] = call_with(node, values.__getitem__, target_of(node))
             waiting = {name: lane for name, lane in waiting.items() if not lane.is_read_by(node, varying)}
-            if node.name in waiting and not waiting[node.name].mark(node):
+            own = waiting.get(node.name)
+            if own is not None and not own.mark(node):
                 del waiting[node.name]
+            elif own is not None:
+                follow |= {name: node.name for name, lane in waiting.items() if lane.covers(own, node)}
+                waiting = {name: lane for name, lane in waiting.items() if name not in follow}
         for dead in last_use.get(node, ()):
             values.pop(dead, None)
             for lane in waiting.values():
                 lane.settle(dead)
         if not waiting:
             break
-    return set(waiting)
+    # Where the elements of that one are read, those that cover them are, too.
+    unknown = set(waiting)
+    for name in reversed(follow):
+        unknown |= {name} if follow[name] in unknown else set()
+    undecided = {name: marked[name] for name in follow if name in unknown}
+    return set(waiting) | (unread(program, inputs, undecided, scores, shown) if undecided else set())
 
 
 class _Lane(OtherValues):
@@ -368,6 +378,13 @@ class _Lane(OtherValues):
         if is_possible:
             self.perturbed[node] = torch.where(self._mask, torch.nan, value)
         return is_possible
+
+    def covers(self, other: _Lane, node: Node) -> bool:
+        """Whether all elements that another lane marks at `node` are NaN in this one, and count alike."""
+        value = self.perturbed.get(node)
+        if other is self or self._scores is not other._scores or value is None:
+            return False
+        return isinstance(value, Tensor) and bool(value[other._mask].isnan().all())
 
     def is_read_by(self, node: Node, varying: set[Node]) -> bool:
         """Follow the NaN through a node; return whether the node counts as reading them.

@@ -34,7 +34,7 @@ from glassengine.judge.pairing.candidate_tensors import (
     probe,
     shapes_of,
 )
-from glassengine.judge.pairing.find_wrong_tensor import WrongTensorSearch
+from glassengine.judge.pairing.find_wrong_tensor import WrongTensorSearch, keeps
 from glassengine.judge.pairing.program_pairs import PairingTrial, ProgramPairs, UnknownValue
 from glassengine.judge.site_pairs import (
     SitePair,
@@ -43,6 +43,7 @@ from glassengine.judge.site_pairs import (
     origin_of,
     pair_sites,
     passes_on,
+    place_of,
     ports,
     reads_counterparts,
     sibling_of,
@@ -76,6 +77,7 @@ class Counterparts:
         self._search = WrongTensorSearch(self._known)
         self._places: dict[str, int] = {}
         self._wrong: dict[str, CandidateTensor] = {}
+        self._layers = _of_layers(baseline), _of_layers(candidate)
 
     @torch.no_grad()
     def find(self) -> dict[str, SitePair]:
@@ -174,12 +176,31 @@ class Counterparts:
             return True
         counterpart = self._counterpart(node, predicted)
         if counterpart is None:
-            return self._is_as_its_source(node, predicted)
+            wrong = self._wrong_in_layer(node, predicted)
+            if wrong is not None:
+                self._known.settle(node, wrong)
+            return wrong is not None or self._is_as_its_source(node, predicted)
         distance = self._apart(node, counterpart, predicted)
         if distance is not None:
             self._known.agreeing[node.name] = distance
         self._known.settle(node, counterpart)
         return True
+
+    def _wrong_in_layer(self, node: Node, predicted: Values) -> CandidateTensor | None:
+        """Return the tensor in the place of one that is wrong in another layer, if it is wrong in this one as well.
+
+        A mistake in every layer would take a look ahead for each of them.
+        """
+        ours = self._layers[0].get(node.name, ())
+        other = next((name for name in ours if name in self._wrong), None)
+        if other is None or not self._is_number(node):
+            return None
+        theirs = self._layers[1].get(self._wrong[other].name, ())
+        if len(theirs) != len(ours):
+            return None
+        seen = CandidateTensor(theirs[ours.index(node.name)], self._wrong[other].how)
+        is_free = seen.name in self._known.tensors.nodes and seen.name not in self._known.tensors.taken
+        return seen if is_free and self._search.is_wrong(node, predicted, seen) else None
 
     def _is_as_its_source(self, node: Node, predicted: Values) -> bool:
         """Whether a view is the counterpart of what it views: the candidate made the tensor in this shape at once."""
@@ -260,8 +281,10 @@ class Counterparts:
         replaced = self._known.predictions.trial({node.name: self._known.tensors.values(seen)})
         made_of = self._known.tensors.ancestors[seen.name]
         for below in next_below(node, _AHEAD):
-            without = self._nearest(below, predictions, 1 << self._known.tensors.order[seen.name], allowed)
             of_it = self._nearest(below, replaced, made_of, allowed)
+            if of_it <= _TIGHT * self._known.unit(node, seen.name) and not keeps(below):
+                return True
+            without = self._nearest(below, predictions, 1 << self._known.tensors.order[seen.name], allowed)
             if min(without, of_it) > allowed:
                 continue  # what the candidate has below is neither: which of two strangers is nearer says nothing
             if without * _TELLING < of_it:
@@ -299,6 +322,15 @@ def pair_programs(baseline: Program, candidate: Program, cases: Sequence[Case]) 
     if is_alike and all(reads_counterparts(left[a], right[b], counterparts, names) for a, b in counterparts.items()):
         return {pair.baseline.node: pair for pair in pairs}
     return Counterparts(baseline, candidate, probe(candidate, cases)).find()
+
+
+def _of_layers(program: Program) -> dict[str, Sequence[str]]:
+    """Return for each op those in its place in all layers, itself among them, in the order of the graph."""
+    sites = {node.name: program.sites.op_of(node.name) for node in program.graph.nodes}
+    alike: dict[str, list[str]] = {}
+    for name, site in sites.items():
+        alike.setdefault(name if site is None else place_of(site.name, site.source), []).append(name)
+    return {name: names for names in alike.values() for name in names if len(names) > 1}
 
 
 def _are_apart(nodes: Collection[str], graph: Mapping[str, Node]) -> bool:

@@ -86,7 +86,7 @@ class WrongTensorSearch:
             # A difference with its operands exchanged is itself transposed: what reads it follows from that.
             read = (pairs.counterparts.get(user.name) for user in node.users)
             same = proposed if any(one is not None and one.how is not None for one in read) else None
-        needed = {index for index, _ in following if not _keeps(below[index])}
+        needed = {index for index, _ in following if not keeps(below[index])}
         for seen in self._to_try(node, predicted, proposed) if without != 0 or not meets else filter(None, [same]):
             if self._num_tried > _MOST_TRIED:
                 return []
@@ -109,6 +109,15 @@ class WrongTensorSearch:
             if contradicts or all_of_it.keys() > needed:
                 return [(node, seen)]
         return self._with_partner(node, predicted, proposed) if without is None else []
+
+    def is_wrong(self, node: Node, predicted: Values, seen: CandidateTensor) -> bool:
+        """Whether what is below `node` follows from a tensor of its shape, and nothing from the prediction."""
+        values, below = self._pairs.tensors.values(seen), next_below(node, _AHEAD)
+        if shapes_of(values) != shapes_of(predicted):
+            return False
+        return any(self._following(below, {node.name: values}, (seen,))) and not any(
+            self._following(below, {node.name: predicted})
+        )
 
     def _comes_later(
         self, of_another: Mapping[int, CandidateTensor], of_prediction: Mapping[int, CandidateTensor]
@@ -257,7 +266,7 @@ class WrongTensorSearch:
             if not is_tensor_node(node) or not all(value.is_floating_point() for value in predicted):
                 continue
             pairs.roundoff(node)
-            if instead and (_keeps(node) or any(pairs.is_near(node, seen, predicted) for seen in instead)):
+            if instead and (keeps(node) or any(pairs.is_near(node, seen, predicted) for seen in instead)):
                 continue
             if instead and not is_telling(predicted):
                 continue
@@ -276,6 +285,6 @@ def _is_start(node: Node) -> bool:
     return is_constant and all(op_name(user) in _WRITING and user.args[0] is node for user in node.users)
 
 
-def _keeps(node: Node) -> bool:
+def keeps(node: Node) -> bool:
     """Whether an op moves or casts values, and computes none."""
     return traits_of(node).moves or passes_on(node)

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.judge.replay.values import DOES_NOT_FIT, NoCounterpart, in_float64
+from glassengine.judge.replay.values import DOES_NOT_FIT, NoCounterpart, predicted_in_float64
 from glassengine.judge.site_pairs import SitePair, ancestors, difference, operands_of, ports
-from glassengine.numerics.float64 import double, is_real, target_of
+from glassengine.numerics.float64 import double, is_real
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.mask_values import is_below
 from glassengine.ops.traits import traits_of
@@ -234,7 +234,7 @@ class _Two:
             return theirs.of(self._theirs[pair.candidate.node])
 
         try:
-            return in_float64(node, target_of(node), read).exact
+            return predicted_in_float64(node, read)
         except (NoCounterpart, KeyError):
             return None
 
@@ -302,7 +302,7 @@ class _Values:
             raise KeyError(node.name)
         if node.op == "get_attr":
             return getattr(self._module, str(node.target))
-        return in_float64(node, target_of(node), self._read).exact
+        return predicted_in_float64(node, self._read)
 
     def _read(self, node: Node) -> Any:
         value = self.made[node]

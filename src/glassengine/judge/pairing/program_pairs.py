@@ -22,7 +22,7 @@ from glassengine.judge.pairing.candidate_tensors import (
     shapes_of,
 )
 from glassengine.judge.pairing.weights import SameWeights
-from glassengine.judge.replay.values import in_float64
+from glassengine.judge.replay.values import predicted_in_float64
 from glassengine.judge.site_pairs import (
     SitePair,
     difference,
@@ -36,7 +36,6 @@ from glassengine.judge.site_pairs import (
     rounded_to,
 )
 from glassengine.numerics.arrangements import Arrangement
-from glassengine.numerics.float64 import target_of
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.kinds import in_kind
 from glassengine.ops.traits import traits_of
@@ -364,7 +363,7 @@ class Predictions:
                 return self.value(source, env)[index]
 
             try:
-                results.append(in_float64(node, target_of(node), value).exact)
+                results.append(predicted_in_float64(node, value))
             except (RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
                 raise UnknownValue from error
         return results

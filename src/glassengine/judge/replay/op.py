@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.judge.replay.expected import Claim, Expected
 from glassengine.judge.replay.reference import NUM_NOISE_RUNS, NUM_RUNS, bound_of, sampled
-from glassengine.judge.replay.values import DOES_NOT_FIT, Values, called, in_float64, part_of
+from glassengine.judge.replay.values import DOES_NOT_FIT, Values, called, in_float64, part_of, predicted_in_float64
 from glassengine.numerics.bounds import rounding_bound
 from glassengine.numerics.exemptions import UNWRITTEN
 from glassengine.numerics.float64 import (
@@ -400,7 +400,7 @@ class Folded:
         ]
         folded = {source.name: self._exact(source) for source in made if source.name in self._values.constant}
         # Those that were rounded while they were made.
-        exact = {name: value for name, value in folded.items() if not torch.equal(value, values[name].double())}
+        exact = {name: value.double() for name, value in folded.items() if not _are_equal(value, values[name])}
         if not exact:
             return None
 
@@ -420,7 +420,11 @@ class Folded:
         return on(exact), [on(otherwise()).exact for _ in range(NUM_NOISE_RUNS)]
 
     def _exact(self, node: Node) -> Any:
-        """Return a value in float64; a weight as it is."""
+        """Return a value in float64; weights, and views of them, as they are."""
         if node.name not in self._in_float64:
-            self._in_float64[node.name] = in_float64(node, target_of(node), self._exact).exact
+            self._in_float64[node.name] = predicted_in_float64(node, self._exact)
         return self._in_float64[node.name]
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one, other) if one.dtype is other.dtype else torch.equal(one.double(), other.double())

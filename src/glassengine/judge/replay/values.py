@@ -61,6 +61,14 @@ def in_float64(op: Node, call: Callable[..., Any], read: Callable[[Node], Any]) 
     return Operation(op_name(op), call, args, kwargs, call(*args, **kwargs))
 
 
+def predicted_in_float64(node: Node, read: Callable[[Node], Any]) -> Any:
+    """Return the value of a node in float64. A view stays in the dtype of what it shows: what reads it is widened."""
+    if not is_view(node):
+        return in_float64(node, target_of(node), read).exact
+    args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), read)
+    return target_of(node)(*args, **kwargs)
+
+
 @dataclass(eq=False, repr=False)
 class Values:
     """The values of one candidate, and what is known of its kernels.

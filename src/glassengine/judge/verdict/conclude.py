@@ -17,10 +17,10 @@ from glassengine.judge.end_to_end import Seeded, Severity, are_random, results_l
 from glassengine.judge.exclusions.perturbation import of_inputs, unread_nodes
 from glassengine.judge.replay.replay import covered
 from glassengine.judge.sides.protocol import ObservedAt, Place, float_nodes
-from glassengine.judge.site_pairs import paired_results
+from glassengine.judge.site_pairs import paired_results, place_of
 from glassengine.judge.verdict.corrections import with_lines
 from glassengine.judge.verdict.coverage import coverage, granularity, missing, not_judged, region_nodes
-from glassengine.judge.verdict.origins import grouped, place_of, with_proofs
+from glassengine.judge.verdict.origins import grouped, with_proofs
 from glassengine.judge.verdict.score import Score
 from glassengine.judge.verdict.source_lines import as_written
 from glassengine.judge.verdict.structural_diff import left_out, written_differently

@@ -13,7 +13,6 @@ that count (tokens sorted by expert, a mean over all positions).
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from enum import Enum
 
 from torch.fx import Node
 
-from glassengine.judge.site_pairs import ancestors, maker_of
+from glassengine.judge.site_pairs import ancestors, maker_of, place_of
 from glassengine.numerics.verdict import TIE
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.program import Program
@@ -158,9 +157,6 @@ class OriginTracker:
         return self._trails[source.name]
 
 
-_NUMBER = re.compile(r"(?<![^.@])\d+(?![^.@:/])")
-
-
 def grouped(origins: Sequence[Divergence], program: Program) -> list[Divergence]:
     """Return the origins with their groups: the first of the worst of each says where the others are.
 
@@ -220,14 +216,3 @@ def _shows(proven: Divergence, other: Divergence, program: Program) -> bool:
     ours, theirs = ((found.level or "").partition(",")[0] for found in (proven, other))
     is_of_one_run = ours == theirs and proven.step == other.step
     return is_of_one_run and node is not None and other.node in {one.name for one in (node, *ancestors(node))}
-
-
-def place_of(site: str, source: str | None) -> str:
-    """Return what the sites of one place in repeated layers have in common: `layers.*.mlp/mul.0`."""
-    path, _, op = site.rpartition("/")
-    place = _NUMBER.sub("*", path or op)
-    if not path:
-        return place
-    if place != path or source is None:
-        return f"{place}/{op}"
-    return f"{path}/{op.partition('.')[0]} in {source}"

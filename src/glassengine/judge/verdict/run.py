@@ -20,7 +20,7 @@ from glassengine.judge.exclusions.masked import valid_in_step
 from glassengine.judge.pairing.gauge import TAKEN_BACK, taken_back
 from glassengine.judge.replay.reference import PLAIN, CoarseArithmetic, ReferenceRun
 from glassengine.judge.sides.protocol import Place, Side
-from glassengine.judge.verdict.origins import place_of
+from glassengine.judge.site_pairs import place_of
 from glassengine.judge.verdict.same_bits import Natives, equal_bits_suffice, references, same_bits
 from glassengine.judge.verdict.score import Score
 from glassengine.numerics.exemptions import GAUGE

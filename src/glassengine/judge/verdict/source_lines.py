@@ -24,8 +24,16 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.judge.hypotheses.trials.hypothesis import constants_of, whole_of
-from glassengine.judge.site_pairs import ancestors, done_later, origin_of, passed_on, passes_on, readers_of, region_of
-from glassengine.judge.verdict.origins import place_of
+from glassengine.judge.site_pairs import (
+    ancestors,
+    done_later,
+    origin_of,
+    passed_on,
+    passes_on,
+    place_of,
+    readers_of,
+    region_of,
+)
 from glassengine.judge.verdict.score import Score
 from glassengine.program.representation.naming import depth_of, line_beside, op_name, source_line, user_frames
 from glassengine.program.representation.program import Program
