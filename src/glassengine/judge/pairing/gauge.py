@@ -31,6 +31,7 @@ from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.mask_values import is_below
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node
+from glassengine.program.representation.outputs import is_view
 from glassengine.program.representation.program import Program
 
 TAKEN_BACK = "written in another gauge: what reads it takes that back, for any values"
@@ -152,9 +153,7 @@ class _Two:
         """Return the nodes whose values differ for made-up values of one size; None if results do, too."""
         made_up = {name: _made_up(value, size, generator) for name, value in self._inputs.items()}
         ours, theirs = (_Values(program, made_up) for program in self._programs)
-        rounded = _Values(
-            self._programs[0], made_up, lambda value: value * (1 + self._unit * _normal(value, generator))
-        )
+        rounded = _Values(self._programs[0], made_up, lambda value: _changed(value, self._unit, generator))
         results = set(self._programs[0].output_nodes.values())
         far: dict[Node, float] = {}  # how far a value is apart, through nodes without counterpart
         found: set[str] = set()
@@ -255,7 +254,7 @@ class _Values:
     Args:
         program: With weights.
         inputs: By name.
-        changed: Changes a weight that is read.
+        changed: Changes a weight, or a view of one, that an op reads.
 
     Attributes:
         made: Node -> value; may be replaced.
@@ -264,13 +263,18 @@ class _Values:
     def __init__(
         self, program: Program, inputs: Mapping[str, Tensor], changed: Callable[[Tensor], Tensor] | None = None
     ) -> None:
-        self._weights, self._changed = program.weights(), changed
+        self._changed = changed
+        weights = program.weights()
         named = {node: inputs[name] for node, name in ports(program).items() if name in inputs}
-        known = self._weights | named
+        known = weights | named
         self._module = program.exported.graph_module
         self.made: dict[Node, Any] = {
             node: known[node.name] for node in program.graph.find_nodes(op="placeholder") if node.name in known
         }
+        self._of_weights = {node for node in self.made if node.name in weights}
+        for node in program.graph.nodes:
+            if is_view(node) and node.args[0] in self._of_weights:
+                self._of_weights.add(node)
 
     def of(self, node: Node) -> Any:
         """Return the value of a node."""
@@ -302,12 +306,12 @@ class _Values:
             raise KeyError(node.name)
         if node.op == "get_attr":
             return getattr(self._module, str(node.target))
-        return predicted_in_float64(node, self._read)
+        return predicted_in_float64(node, self.made.__getitem__ if is_view(node) else self._read)
 
     def _read(self, node: Node) -> Any:
         value = self.made[node]
-        is_changed = self._changed is not None and node.name in self._weights and value.is_floating_point()
-        return self._changed(double(value)) if is_changed and self._changed is not None else value
+        is_weight = node in self._of_weights and is_real(value)
+        return self._changed(value) if is_weight and self._changed is not None else value
 
 
 def _shows(values: _Values, node: Node, far: Mapping[Node, float], least: float, generator: torch.Generator) -> bool:
@@ -315,7 +319,7 @@ def _shows(values: _Values, node: Node, far: Mapping[Node, float], least: float,
     for source in _tensors_read(node):
         value = values.of(source)
         if far.get(source) and is_real(value):
-            changed = double(value) * (1 + min(far[source], _SMALL) * _normal(value, generator))
+            changed = _changed(value, min(far[source], _SMALL), generator)
             if _apart(values.of(node), values.with_source(node, source, changed)) <= least:
                 return False
     return True
@@ -381,9 +385,22 @@ def _like(value: Tensor, noise: Tensor, size: float) -> Tensor:
 
 def _normal(value: Tensor, generator: torch.Generator) -> Tensor:
     """Return normal numbers in the shape of a value; those of a large one repeat themselves."""
+    drawn = _drawn(value, generator)
     number = value.numel()
-    drawn = torch.randn(min(number, _MOST_DRAWN), generator=generator, dtype=torch.float64)
     return drawn.repeat(-(-number // _MOST_DRAWN))[:number].view(value.shape) if number else drawn.view(value.shape)
+
+
+def _changed(value: Tensor, share: float, generator: torch.Generator) -> Tensor:
+    """Return a floating value in float64, with its numbers changed by a normal share of themselves."""
+    changed = value.to(torch.float64, memory_format=torch.contiguous_format, copy=True)
+    factors = 1 + share * _drawn(value, generator)
+    for part in torch.split(changed.view(-1), _MOST_DRAWN):  # a large weight would take four times its size
+        part.mul_(factors[: len(part)])
+    return changed
+
+
+def _drawn(value: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(min(value.numel(), _MOST_DRAWN), generator=generator, dtype=torch.float64)
 
 
 def _apart(ours: Any, theirs: Any) -> float:
