@@ -6,7 +6,9 @@
 A ratio is the time of the processor over that of a yardstick of the same round, and its noise the standard error of
 the median of the rounds. There are rounds until each noise is 2 % of its ratio, for eight minutes at most. Beyond is
 more than four times both noises and 5 % above the kept ratio; a noise counts up to 5 % of its ratio, or a busy machine
-would excuse anything. One thread. `--keep` draws `results/check.svg`, with limits and other tools beside.
+would excuse anything. One thread. Ratios are kept for each processor: reading and computing differ among them by more
+than a gate allows. The exit status is 2 on one for which none are kept. `--keep` draws `results/check.svg`, with limits
+and other tools beside.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from benchmarks import other_tools
 from benchmarks.measure import measuring
 from benchmarks.plot import Bar, bars
 from benchmarks.report import RESULTS, surroundings
+from glassengine import environment
 from glassengine.compare.compare import compare
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.numerics.tolerance import tolerance
@@ -61,10 +64,13 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         found = ratios({**measured(), **compared(Path(folder)), **judged(), **recorded(Path(folder))})
     print(surroundings())
+    all_kept = json.loads(KEPT.read_text()) if KEPT.is_file() else {}
+    processor = environment.cpu_name()
     if "--keep" in arguments:
-        KEPT.write_text(json.dumps(found, indent=1) + "\n")
+        all_kept[processor] = found
+        KEPT.write_text(json.dumps(all_kept, indent=1) + "\n")
         KEPT.with_suffix(".svg").write_text(chart(found))
-    kept = json.loads(KEPT.read_text()) if KEPT.is_file() else {}
+    kept = all_kept.get(processor, {})
     slower = []
     print(f"{'':36}{'kept':>10}{'now':>10}{'allowed':>10}")
     for name, (ratio, noise) in found.items():
@@ -73,7 +79,10 @@ def main(arguments: list[str]) -> int:
         allowed = before * (1 + _SHARE) + _NOISES * of_both
         slower += [name] if ratio > allowed and not name.startswith(PEER) else []
         print(f"{name:36}{before:10.2f}{ratio:10.2f}{allowed:10.2f}{'  slower' if name in slower else ''}")
-    return 1 if slower else 0
+    if not kept:
+        known = ", ".join(all_kept) or "none"
+        print(f"No ratios are kept for {processor}, but for {known}. Run the last release here with --keep first.")
+    return 1 if slower else 0 if kept else 2
 
 
 def ratios(contestants: Contestants) -> dict[str, tuple[float, float]]:

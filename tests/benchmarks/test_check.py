@@ -18,11 +18,15 @@ def test_the_noise_of_a_median_falls_with_the_rounds() -> None:
     assert check.is_quiet({"x": (1.0, 0.01)}) and not check.is_quiet({"x": (1.0, 0.01), "y": (1.0, 0.1)})
 
 
-@pytest.mark.parametrize(("now", "status"), [(1.0, 0), (1.36, 0), (1.4, 1)])
-def test_noise_excuses_a_part_of_the_ratio_at_most(
-    now: float, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("now", "processor", "status"), [(1.0, "this", 0), (1.36, "this", 0), (1.4, "this", 1), (1.0, "other", 2)]
+)
+def test_noise_excuses_a_part_of_a_ratio_of_this_processor(
+    now: float, processor: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "check.json").write_text(json.dumps({"measure": [1.0, 9.0], "peer: other": [1.0, 0.0]}))
+    kept = {processor: {"measure": [1.0, 9.0], "peer: other": [1.0, 0.0]}}
+    (tmp_path / "check.json").write_text(json.dumps(kept))
+    monkeypatch.setattr(check.environment, "cpu_name", lambda: "this")
     monkeypatch.setattr(check, "KEPT", tmp_path / "check.json")
     monkeypatch.setattr(check, "ratios", lambda _: {"measure": (now, 0.03), "peer: other": (9.0, 0.0)})
     for name in ("measured", "judged"):
