@@ -50,3 +50,25 @@ def test_a_solution_is_judged_beside_its_problem(tmp_path: Path) -> None:
         found = glass.check(f"{tmp_path}/problem.py:Model", candidate=f"{tmp_path}/{name}.py:ModelNew")
         assert found.ok == (name == "right")
         assert found.first_divergence is None or "softmax" in found.first_divergence.site
+
+
+PLAIN = """
+import torch
+
+
+class Plain(torch.nn.Module):
+    def forward(self, x):
+        return x.tanh()
+
+
+def given():
+    return {"x": torch.ones(2)}
+"""
+
+
+def test_a_class_without_arguments_gets_none_of_an_earlier_problem(tmp_path: Path) -> None:
+    for name, text in (("problem", PROBLEM), ("plain", PLAIN)):
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+    glass.check(f"{tmp_path}/problem.py:Model", candidate=f"{tmp_path}/problem.py:Model")
+    plain = f"{tmp_path}/plain.py:Plain"
+    assert glass.check(plain, candidate=plain, inputs=f"{tmp_path}/plain.py:given").ok

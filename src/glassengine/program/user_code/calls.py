@@ -64,7 +64,8 @@ def call_factory(spec: str) -> Any:
         given = problem_function(function, "get_init_inputs")
         if given is not None:
             _problem[:] = [given]
-        needs = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+        parameters = inspect.signature(function).parameters.values()
+        needs = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         # A solution is made with the arguments of its problem, and by the same random numbers.
         make = given or (_problem[0] if _problem and needs else None)
         with torch.random.fork_rng(devices=[], enabled=make is not None):
