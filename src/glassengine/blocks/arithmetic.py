@@ -153,6 +153,10 @@ class Sums(NamedTuple):
     is_exact: bool = False
 
 
+BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
+"""The bits of bfloat16, as arrays hold them that are not widened yet."""
+
+
 class Arithmetic:
     """Scratch space for one pair of pieces at a time, and what is done in it; the largest piece has `size` elements."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from glassengine.blocks.arithmetic import DifferenceSums, RawDifference
+from glassengine.blocks.arithmetic import BFLOAT16, DifferenceSums, RawDifference
 from glassengine.blocks.paths import arithmetic_for
 
 if TYPE_CHECKING:
@@ -28,6 +28,10 @@ IN_NUMPY = {
 
 PIECE_ELEMENTS = 1 << 16
 _SAMPLE = 1 << 14
+_SAMPLED = 1 / 512
+"""Share of a stream that says about where its median is."""
+_COMPARED = 1 << 18
+"""Bytes that are compared at once."""
 SELECT_ELEMENTS = 1 << 18
 """Elements of a stream that are sorted as they are, without a sample."""
 
@@ -60,13 +64,15 @@ def values_of(tensor: Tensor) -> ArrayValues:
 
 def values_of_bytes(data: Any, dtype: str, shape: tuple[int, ...]) -> ArrayValues:
     """Return the values that lie in a buffer in row-major order."""
-    if dtype in IN_NUMPY:
-        array = np.frombuffer(data, dtype)
-    elif dtype == "bfloat16":
-        halves = np.frombuffer(data, np.uint16)
-        words = halves.astype(np.uint32)
-        words <<= 16
-        array = words.view(np.float32)
+    return widened(stored_values(data, dtype, shape))
+
+
+def stored_values(data: Any, dtype: str, shape: tuple[int, ...]) -> ArrayValues:
+    """Return the values that lie in a buffer in row-major order; of bfloat16 the bits, see `widened`."""
+    if dtype in IN_NUMPY or dtype == "bfloat16":
+        array = np.frombuffer(data, np.uint16 if dtype == "bfloat16" else dtype)
+        array = array if array.flags.aligned else array.copy()
+        array = array.view(BFLOAT16) if dtype == "bfloat16" else array
     else:
         import torch
 
@@ -74,10 +80,31 @@ def values_of_bytes(data: Any, dtype: str, shape: tuple[int, ...]) -> ArrayValue
     return ArrayValues(array.reshape(shape), dtype)
 
 
+def widened(values: ArrayValues) -> ArrayValues:
+    """Return values of which bfloat16 is in float32."""
+    return values._replace(array=_widened(values.array))
+
+
+def _widened(array: Array) -> Array:
+    if array.dtype != BFLOAT16:
+        return array
+    return np.left_shift(array.view(np.uint16), np.uint32(16), dtype=np.uint32).view(np.float32)
+
+
+def are_same_bytes(one: memoryview, other: memoryview) -> bool:
+    """Whether two buffers hold the same; the first difference ends it."""
+    x, y = np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8)
+    starts = range(0, len(x), _COMPARED)
+    return len(x) == len(y) and all(np.array_equal(x[at : at + _COMPARED], y[at : at + _COMPARED]) for at in starts)
+
+
 def difference_of_arrays(baseline: Array, candidate: Array, *, rtol: float, atol: float) -> RawDifference:
-    """Return what `difference` does of two tensors."""
+    """Return what `difference` does of two tensors; bfloat16 may come as its bits."""
     b, c = baseline.reshape(-1), candidate.reshape(-1)
-    quick = arithmetic_for({b.dtype, c.dtype}, len(b), PIECE_ELEMENTS, rtol, atol)
+    dtypes = {np.dtype(np.float32) if side.dtype == BFLOAT16 else side.dtype for side in (b, c)}
+    quick = arithmetic_for(dtypes, len(b), PIECE_ELEMENTS, rtol, atol)
+    if not quick or quick[0].bfloat16 is None:
+        b, c = _widened(b), _widened(c)
     total = None
     most = (quick[0].capacity if quick else 0) or PIECE_ELEMENTS
     with np.errstate(all="ignore"):
@@ -87,7 +114,7 @@ def difference_of_arrays(baseline: Array, candidate: Array, *, rtol: float, atol
             for arithmetic in quick:
                 if (part := arithmetic.partial(start, x, y, above=above)) is not None:
                     break
-            part = part or _same_integers(x, y) or _by_torch(start, x, y, rtol, atol)
+            part = part or _same_integers(x, y) or _by_torch(start, _widened(x), _widened(y), rtol, atol)
             if total is None:
                 total = part
             else:
@@ -172,6 +199,7 @@ def statistics_of(stream: Stream, *, has_median: bool = True) -> Statistics:
     """
     num_elements = count = num_nan = 0
     low, high, mean, squares = math.inf, -math.inf, 0.0, 0.0
+    generator, sample = np.random.default_rng(0), [np.empty(0)]
     with np.errstate(all="ignore"):
         for piece in stream():
             num_elements += len(piece)
@@ -183,6 +211,8 @@ def statistics_of(stream: Stream, *, has_median: bool = True) -> Statistics:
             if not len(piece):
                 continue
             low, high = min(low, float(piece.min())), max(high, float(piece.max()))
+            if has_median:
+                sample.append(_some(piece, _SAMPLED, generator))
             # Chan's update: moments of pieces are merged, so a large common offset does not cancel.
             own, shift = len(piece), total / len(piece) - mean
             squares += float(np.square(piece - total / own).sum()) + shift * shift * count * own / (count + own)
@@ -191,28 +221,32 @@ def statistics_of(stream: Stream, *, has_median: bool = True) -> Statistics:
         num_inf = num_elements - count - num_nan
         if not count:
             return Statistics(num_elements, num_nan, num_inf)
-        median = None if not has_median else low if low == high else lower_median_of(stream, count)
+        drawn = np.concatenate(sample)
+        median = None if not has_median else low if low == high else lower_median_of(stream, count, drawn)
     std = math.sqrt(squares / max(count - 1, 1))
     return Statistics(num_elements, num_nan, num_inf, low, mean, median, high, std)
 
 
-def lower_median_of(stream: Stream, num_finite: int) -> float:
+def lower_median_of(stream: Stream, num_finite: int, sample: Array | None = None) -> float:
     """Return the lower median of the finite elements of a stream: an element of it, never an average of two.
 
     Two elements near the middle of a random sample have a few per cent of all between them, and most likely the median.
 
     Args:
-        stream: Float64 pieces; read once when small, and else at least twice.
+        stream: Float64 pieces; read once, where a sample is given that is as good as others.
         num_finite: How many finite elements it has, at least 1.
+        sample: Of them.
     """
     if num_finite <= SELECT_ELEMENTS:
         rank = (num_finite - 1) // 2
         return float(np.partition(np.concatenate(list(_finite(stream))), rank)[rank])
     generator = np.random.default_rng(0)
     while True:
-        share, rank = _SAMPLE / num_finite, (num_finite - 1) // 2
-        sample = np.sort(np.concatenate([_some(piece, share, generator) for piece in _finite(stream)]))
-        middle = len(sample) // 2
+        if sample is None:
+            share = _SAMPLE / num_finite
+            sample = np.concatenate([_some(piece, share, generator) for piece in _finite(stream)])
+        sample.sort()
+        rank, middle = (num_finite - 1) // 2, len(sample) // 2
         low, high = sample[middle - len(sample) // 32], sample[min(len(sample) - 1, middle + len(sample) // 32)]
         below, at_low, at_high, between = 0, 0, 0, []
         for piece in _finite(stream):
@@ -229,6 +263,7 @@ def lower_median_of(stream: Stream, num_finite: int) -> float:
             return float(np.partition(inside, rank)[rank])
         if 0 <= rank - len(inside) < at_high:
             return float(high)
+        sample = None
 
 
 def _finite(stream: Stream) -> Iterator[Array]:

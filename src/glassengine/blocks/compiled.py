@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numba import njit
 
-from glassengine.blocks.arithmetic import ROW, Arithmetic, Array, Sums
+from glassengine.blocks.arithmetic import BFLOAT16, ROW, Arithmetic, Array, Sums
 
-_BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
 _NEAR = 2.0**-20
 """Share of a difference by which float32 can be wrong about the tolerance: 16 roundings."""
 
@@ -97,11 +96,36 @@ def _add_halves(
         _add_row(x.view(np.float32), y.view(np.float32), limits, sizes, bits, maxima[at // ROW], sums, counts)
 
 
+@_compiled
+def add_squares(b: Array, c: Array, rows: Array, columns: Array) -> None:
+    """Add the squares of c - b and of b, by rows and by columns.
+
+    Args:
+        b: Floating [R, C].
+        c: Likewise.
+        rows: float64 [2, R], overwritten.
+        columns: float64 [2, C], added to.
+    """
+    for i in range(b.shape[0]):
+        error = power = 0.0
+        for j in range(b.shape[1]):
+            x = np.float64(b[i, j])
+            delta = np.float64(c[i, j]) - x
+            delta *= delta
+            x *= x
+            error += delta
+            power += x
+            columns[0, j] += delta
+            columns[1, j] += x
+        rows[0, i] = error
+        rows[1, i] = power
+
+
 class CompiledArithmetic(Arithmetic):
     """Adds up a piece in one pass; bfloat16 is widened in registers."""
 
     pieces = 4
-    bfloat16 = _BFLOAT16
+    bfloat16 = BFLOAT16
 
     def __init__(self, dtype: np.dtype[Any], size: int, rtol: float, atol: float) -> None:
         super().__init__(dtype, size, rtol, atol)
@@ -148,7 +172,7 @@ class CompiledArithmetic(Arithmetic):
         return self._num_beyond_in_float64(self._values(x, self._x), self._values(y, self._y))
 
     def _load(self, piece: Array, scratch: Array) -> Array:
-        if piece.dtype != _BFLOAT16:
+        if piece.dtype != BFLOAT16:
             return super()._load(piece, scratch)
         halves = piece.view(np.uint16)
         return halves if len(piece) == self._length and not self._is_wide else self._widened(halves, scratch)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from glassengine.blocks.arithmetic import FLOAT32, FLOAT64, ROW, Arithmetic
+from glassengine.blocks.arithmetic import FLOAT32, FLOAT64, ROW, Arithmetic, Array
 
 _IN_FLOAT32 = {np.dtype(name) for name in ("float32", "float16", "int8", "uint8", "int16", "uint16", "bool")}
 _IN_FLOAT64 = _IN_FLOAT32 | {np.dtype(name) for name in ("float64", "int32", "uint32", "int64", "uint64")}
@@ -20,7 +21,7 @@ _LARGEST_TOLERANCE = 1e30
 _MOST_KEPT = 1 << 18
 _known = threading.local()
 
-_COMPILED_FROM = 1 << 20
+COMPILED_FROM = 1 << 20
 """Elements of a tensor for which loading the compiled pass is worth its time."""
 
 
@@ -38,7 +39,7 @@ def arithmetic_for(
     """
     if not (0 <= rtol < _LARGEST_TOLERANCE and 0 <= atol < _LARGEST_TOLERANCE):
         return ()
-    kind = compiled_kind() if num_elements >= _COMPILED_FROM else Arithmetic
+    kind = compiled_kind() if num_elements >= COMPILED_FROM else Arithmetic
     size = min(num_elements, piece * kind.pieces)
     # A tensor of less than a row gains nothing from float32.
     if dtypes <= _IN_FLOAT32 and num_elements >= ROW:
@@ -54,6 +55,16 @@ def compiled_kind() -> type[Arithmetic]:
     except (ImportError, RuntimeError):  # not installed, or no directory takes what it compiles
         return Arithmetic
     return CompiledArithmetic
+
+
+@functools.cache
+def compiled_squares() -> Callable[[Array, Array, Array, Array], None] | None:
+    """Return `compiled.add_squares` where numba is installed."""
+    if compiled_kind() is Arithmetic:
+        return None
+    from glassengine.blocks.compiled import add_squares
+
+    return add_squares
 
 
 def _made(kind: type[Arithmetic], dtype: np.dtype[Any], size: int, rtol: float, atol: float) -> Arithmetic:

@@ -19,6 +19,7 @@ from glassengine.blocks.arrays import (
     error_stream_of,
     statistics_of,
     stream_of,
+    widened,
 )
 from glassengine.compare.loader import Checksums, Counted, PairLoader
 from glassengine.compare.matching import layouts
@@ -104,6 +105,8 @@ class PairJudge(PairLoader):
         Raises:
             UsageError: An operation of the map, or a transposition, does not fit the tensor.
         """
+        if not added and self.has_equal_bytes(match):
+            return self.same(match)
         if match.baseline.nbytes > ROW_BYTES and not added and self.can_be_cut(match):
             found = self.of_rows(match, [self.row_figures(match, *rows) for rows in rows_of(match, ROW_BYTES)])
             if found is not None:
@@ -141,13 +144,17 @@ class PairJudge(PairLoader):
     def row_figures(self, match: MatchedPair, first: int, end: int) -> RowFigures:
         """Return the figures of some rows of a pair that `can_be_cut`."""
         x, y, checksums = self.rows(match, first, end)
+        x, y = (x, y) if self.device == "cpu" else (widened(x), widened(y))
         found = self._difference(x, y, self.tolerance(match, x.dtype, y.dtype))
+        needs_slices = self._needs_slices(match, found.num_beyond)
+        if needs_slices or found.num_beyond or self.has_drift:
+            x, y = widened(x), widened(y)
         return RowFigures(
             first * math.prod(match.baseline.shape[1:]),
             found,
             bool(found.num_beyond) and both_may_hide(x, y),
             drift_of(x, y) if self.has_drift else None,
-            sums_of_squares(x, y) if self.floor_of(match) is not None else None,
+            sums_of_squares(x, y) if needs_slices else None,
             checksums,
         )
 
@@ -165,13 +172,29 @@ class PairJudge(PairLoader):
         figures = figures_of(whole.difference, entry.shape, rtol=allowed.rtol, atol=allowed.atol)
         x, y = (TensorKind(one.dtype, entry.shape) for one in (entry, other))
         is_odd = not figures.num_different and whole.difference.num_elements and not whole.difference.num_finite
-        needs_slices = whole.slices is None and self.noise_of(match) is not None
-        if is_odd or ((whole.may_hide or needs_slices) and not figures.allclose):
+        if is_odd or (whole.may_hide and not figures.allclose):
             return None
+        if self._needs_slices(match, not figures.allclose):
+            whole = merged_rows([self._with_squares(match, part) for part in parts], entry.shape)
         pair = self.verdict(match, figures, x, y, whole.drift, functools.partial(_known, whole.slices))
-        if pair.reason == ROUNDED or (pair.reason == IF_COARSE and _are_coarse(*self.whole(match))):
+        noise = self.noise_of(match) if pair.reason == ROUNDED else None
+        is_update = noise is not None and noise.gradient is not None
+        if is_update or (pair.reason == IF_COARSE and _are_coarse(*self.whole(match))):
             return None
         return PairVerdict(pair, whole.drift, self.count(match, entry.shape))
+
+    def _needs_slices(self, match: MatchedPair, is_beyond: object) -> bool:
+        """Whether a verdict asks for mean squares slice by slice: of a floor, or of what is beyond a tolerance."""
+        return self.floor_of(match) is not None or (bool(is_beyond) and self.noise_of(match) is not None)
+
+    def _with_squares(self, match: MatchedPair, part: RowFigures) -> RowFigures:
+        """Return the figures of rows with their sums of squares; rows within tolerance were measured without."""
+        if part.squares is not None:
+            return part
+        each = math.prod(match.baseline.shape[1:])
+        first, number = part.start // each, part.difference.num_elements // each
+        x, y, _ = self.rows(match, first, first + number)
+        return replace(part, squares=sums_of_squares(widened(x), widened(y)))
 
     def same(self, match: MatchedPair) -> PairVerdict:
         """Return the verdict on a pair that is known to hold the same bytes on both sides."""
@@ -231,6 +254,14 @@ class PairJudge(PairLoader):
     def statistics(self, match: MatchedPair) -> tuple[Summary, Summary, Summary | None, Summary | None]:
         """Return the statistics of both sides, and of absolute and relative errors where the shapes are the same."""
         x, y = self.whole(match)
+        if x.dtype == y.dtype and np.array_equal(x.array, y.array):  # false where there are NaN
+            same = _summary(stream_of(x.array), x)
+            return (
+                same,
+                same,
+                _zeros(x.array.shape, x.array.size),
+                _zeros(x.array.shape, int(np.count_nonzero(x.array))),
+            )
         own = [_summary(stream_of(one.array), one) for one in (x, y)]
         if x.array.shape != y.array.shape:
             return own[0], own[1], None, None
@@ -308,6 +339,12 @@ def _summary(stream: Stream, of: ArrayValues) -> Summary:
     return Summary(shape=of.array.shape, dtype=of.dtype, **vars(statistics_of(stream)))
 
 
+def _zeros(shape: tuple[int, ...], number: int) -> Summary:
+    """Return the statistics of so many errors of 0."""
+    each = 0.0 if number else None
+    return Summary(shape, "float64", number, min=each, mean=each, median=each, max=each, std=each, num_nan=0, num_inf=0)
+
+
 def _are_coarse(x: ArrayValues, y: ArrayValues) -> bool:
     return all(precision_of(one) != one.dtype for one in (x, y))
 
@@ -353,7 +390,7 @@ class RowFigures:
         difference: Sums over the elements.
         may_hide: Whether both sides have values by which a mask hides something; `difference` is then not meaningful.
         drift: Sums of the difference of two precisions.
-        squares: Sums of squares by slices, where there is a noise floor.
+        squares: Sums of squares by slices, where they are asked for.
         checksums: Of the bytes of both sides.
     """
 
@@ -389,13 +426,14 @@ def merged_rows(parts: Sequence[RowFigures], shape: tuple[int, ...]) -> WholeFig
         merged([(part.start, part.difference) for part in parts]),
         any(part.may_hide for part in parts),
         drift,
-        _means([part.squares for part in parts if part.squares is not None], shape),
+        _means([part.squares for part in parts], shape),
         (crc32_joined([part.checksums[0] for part in parts]), crc32_joined([part.checksums[1] for part in parts])),
     )
 
 
-def _means(parts: Sequence[Slices], shape: tuple[int, ...]) -> Slices | None:
-    if not parts:
+def _means(of_rows: Sequence[Slices | None], shape: tuple[int, ...]) -> Slices | None:
+    parts = [part for part in of_rows if part is not None]
+    if len(parts) < len(of_rows):
         return None
 
     def along(sides: Sequence[tuple[Means, ...]]) -> tuple[Means, ...]:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from glassengine.blocks.arrays import ArrayValues, values_of
+from glassengine.blocks.arrays import ArrayValues, are_same_bytes, values_of, values_of_bytes, widened
 from glassengine.compare.matching import layouts
 from glassengine.compare.matching.maps import MapRule, NameIndex
 from glassengine.compare.matching.matching import MatchedPair
 from glassengine.compare.matching.sources import CACHES, Padding, SourceWrapper
 from glassengine.errors import UsageError, nearest
 from glassengine.numerics.exemptions import PADDING, Ledger
-from glassengine.recording.layout.layout import Entry, have_same_bytes
+from glassengine.recording.layout.layout import Entry, have_same_bytes, num_bytes
 from glassengine.results import ExemptionReason
 from glassengine.sites import matches
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 Counted = tuple[int, tuple[tuple[ExemptionReason, int], ...]]
 """Elements of a tensor, and how many of them do not count, by reason."""
+
+_FEW = 1024
+"""Elements that show that a tensor has a number."""
 
 Checksums = tuple[tuple[int, int], tuple[int, int]]
 """Of the bytes of each side: the CRC-32, and how many they are."""
@@ -55,6 +58,19 @@ class PairLoader:
         if self.has_layout(match) or not have_same_bytes(entry, other):
             return False
         return not (entry.site.endswith(CACHES) and any(side.slots(entry) is not None for side in self.paddings))
+
+    def has_equal_bytes(self, match: MatchedPair) -> bool:
+        """Whether both sides are mapped and hold the same bytes, the first of which have a finite number."""
+        entry, other = match.baseline, match.candidates[0]
+        if len(match.candidates) > 1 or (entry.dtype, entry.shape) != (other.dtype, other.shape):
+            return False
+        if not self._is_plain(match):
+            return False
+        x, y = self.left.stored(entry), self.right.stored(other)
+        if not x or not y or not are_same_bytes(x, y):
+            return False
+        few = min(_FEW, math.prod(entry.shape))
+        return bool(np.isfinite(values_of_bytes(x[: num_bytes(entry.dtype, (few,))], entry.dtype, (few,)).array).any())
 
     def can_be_cut(self, match: MatchedPair) -> bool:
         """Whether a pair can be judged by some of its rows after the others."""
@@ -94,7 +110,7 @@ class PairLoader:
         return (x, y) if valid is None else (_masked(valid, x), _masked(valid, y))
 
     def rows(self, match: MatchedPair, first: int, end: int) -> tuple[ArrayValues, ArrayValues, Checksums]:
-        """Return some rows of a pair that `can_be_cut`, and the checksums of their bytes."""
+        """Return some rows of a pair that `can_be_cut`, see `stored_values`, and the checksums of their bytes."""
         entry, other = match.baseline, match.candidates[0]
         x, of_x = self.left.rows(entry, first, end)
         y, of_y = self.right.rows(other, first, end)
@@ -103,7 +119,7 @@ class PairLoader:
         valid = self.paddings[0].valid(entry, entry.shape)
         if valid is not None:
             valid = valid[first:end] if valid.shape[0] > 1 else valid
-            x, y = _masked(valid, x), _masked(valid, y)
+            x, y = _masked(valid, widened(x)), _masked(valid, widened(y))
         return x, y, checksums
 
     def _is_plain(self, match: MatchedPair) -> bool:

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from glassengine.blocks.arrays import PIECE_ELEMENTS, Array, ArrayValues
+from glassengine.blocks.arrays import PIECE_ELEMENTS, Array, ArrayValues, widened
 from glassengine.compare.matching.matching import MatchedPair
 from glassengine.compare.matching.sources import SourceWrapper
 from glassengine.numerics.judgement import unit_roundoff
@@ -82,7 +82,7 @@ def _another(proof: _Proof, match: MatchedPair, left: SourceWrapper, right: Sour
     for entry in itertools.islice(alike, _MOST_OTHERS):
         if left.can_be_cut(entry):
             some, _ = left.rows(entry, 0, min(_SAMPLED_ROWS, entry.shape[0]))
-            if not proof.may_hold(some.array, slice(None, _SAMPLED_ROWS)):
+            if not proof.may_hold(widened(some).array, slice(None, _SAMPLED_ROWS)):
                 continue
         other = left.values(entry)
         share = proof.left(other.array)

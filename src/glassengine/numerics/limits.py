@@ -100,6 +100,8 @@ def both_may_hide(x: ArrayValues, y: ArrayValues) -> bool:
     """Whether `without_hidden` could change something, of tensors of which these are some rows."""
     if not (is_floating(x.dtype) and is_floating(y.dtype)):
         return False
+    if not x.array.size or x.array.min() > HIDDEN or y.array.min() > HIDDEN:  # neither is NaN
+        return False
     return bool(((x.array <= HIDDEN) & (y.array <= HIDDEN)).any())
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 import numpy as np
 
-from glassengine.blocks.arrays import ArrayValues, values_of_bytes
+from glassengine.blocks.arrays import ArrayValues, stored_values, values_of_bytes
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import open_regular, read_bytes
@@ -275,14 +275,17 @@ class Recording(Shown):
         return values_of_bytes(self._bytes(entry) if entry.nbytes else b"", entry.dtype, entry.shape)
 
     def read_rows(self, entry: Entry, first: int, end: int) -> tuple[ArrayValues, int]:
-        """Return some rows of a tensor that is in no block, without reading others, and the CRC-32 of their bytes."""
+        """Return some rows of a tensor that is in no block, see `stored_values`, and the CRC-32 of their bytes.
+
+        Others are not read.
+        """
         location, each = entry.location, entry.nbytes // max(1, entry.shape[0])
         assert location is not None and location.block is None
         shape = (end - first, *entry.shape[1:])
         if each == 0 or end <= first:
-            return values_of_bytes(b"", entry.dtype, shape), 0
+            return stored_values(b"", entry.dtype, shape), 0
         data = self._shards.read(location.shard, location.offset + first * each, (end - first) * each)
-        return values_of_bytes(data, entry.dtype, shape), crc32(data)
+        return stored_values(data, entry.dtype, shape), crc32(data)
 
     def noise_floor(self) -> NoiseFloor | None:
         """Return the noise floor that was measured with the recording; None where none was.

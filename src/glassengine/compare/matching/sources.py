@@ -100,8 +100,12 @@ class SourceWrapper:
         return False
 
     def rows(self, entry: Entry, first: int, end: int) -> tuple[ArrayValues, int]:
-        """Return some rows of an entry that `can_be_cut`, and the CRC-32 of their bytes."""
+        """Return some rows of an entry that `can_be_cut`, see `stored_values`, and the CRC-32 of their bytes."""
         raise NotImplementedError
+
+    def stored(self, entry: Entry) -> memoryview | None:
+        """Return the bytes of one of `entries` in row-major order, where they are mapped."""
+        return None
 
     def noise_floor(self) -> NoiseFloor | None:
         """Return what rounding alone does to its tensors, where that was measured."""
@@ -144,8 +148,15 @@ class OpenedSource(SourceWrapper):
         return found
 
     def can_be_cut(self, entry: Entry) -> bool:
-        """Whether rows of one of `entries` can be read: of a recording, unless a block holds it with others."""
-        return hasattr(self._source, "read_rows") and entry.location is not None and entry.location.block is None
+        """Whether rows of one of `entries` can be read: of a mapped file, or a recording without blocks of several."""
+        if entry.location is None:
+            return self.stored(entry) is not None
+        return hasattr(self._source, "read_rows") and entry.location.block is None
+
+    def stored(self, entry: Entry) -> memoryview | None:
+        """Return the bytes of one of `entries`."""
+        found: memoryview | None = self._source.stored(entry) if hasattr(self._source, "stored") else None
+        return found
 
     def rows(self, entry: Entry, first: int, end: int) -> tuple[ArrayValues, int]:
         """Return some rows."""
