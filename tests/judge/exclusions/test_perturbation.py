@@ -17,6 +17,7 @@ from glassengine.judge.exclusions.perturbation import (
     Followed,
     OtherValues,
     Source,
+    _Lane,
     differing,
     differs,
     far_from,
@@ -287,3 +288,41 @@ def test_scores_that_are_taken_apart_are_followed_in_each_part() -> None:
     node = next(node for node in program.graph.nodes if "aten.sin" in str(node.target))
     mask = hidden[..., None].expand(-1, -1, 2).clone()
     assert unread(program, inputs, {node.name: mask}, read_by_softmax(program.graph)[1]) == {node.name}
+
+
+is_read_by = _Lane.is_read_by
+
+
+class Layers(nn.Module):
+    """Layers that add to a stream, of which the first or the last number is returned."""
+
+    def __init__(self, *, is_read: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.is_read = is_read
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.sin(layer(x))
+        return x[0] if self.is_read else x[1]
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_elements_that_cover_those_of_a_later_layer_follow_them(is_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = {"x": X[0]}
+    program = export_program(load_model(Layers(is_read=is_read).eval()), inputs=[inputs])
+    nodes = [node for node in program.graph.nodes if "aten.sin." in str(node.target)]
+    marked = {node.name: torch.zeros(5, 6, dtype=torch.bool) for node in nodes}
+    for mask in marked.values():
+        mask[0] = True
+    followed: list[int] = []
+    monkeypatch.setattr(_Lane, "is_read_by", lambda lane, *args: followed.append(1) or is_read_by(lane, *args))
+    assert unread(program, inputs, marked) == (set() if is_read else set(marked))
+    in_turn = len(followed)
+    followed.clear()
+    assert [unread(program, inputs, {name: mask}) for name, mask in marked.items()] == [
+        set() if is_read else {name} for name in marked
+    ]
+    if is_read:
+        assert in_turn < len(followed), "one lane at a time"

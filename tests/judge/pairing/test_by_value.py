@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.diagnose import check
+from glassengine.judge.pairing.by_value import Counterparts
 from glassengine.judge.pairing.candidate_tensors import CandidateTensor, CandidateTensors, ProbeStep
 from glassengine.judge.site_pairs import sibling_of
 from glassengine.program.export.export import export_module
@@ -524,3 +526,32 @@ def test_the_distance_of_a_tensor_and_a_prediction(made: Tensor, predicted: Tens
     found = CandidateTensors(program, [ProbeStep({}, {name: made})])
     assert found.distance(CandidateTensor(name), [predicted.double()]) == pytest.approx(distance)
     assert (CandidateTensor(name) in found.near([predicted.double()], 0.9, ())) == (distance < 0.9)
+
+
+class Stack(nn.Module):
+    """Layers with an activation, written with other ops on one side."""
+
+    def __init__(self, done: Step, *, is_written_out: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(30))
+        self.done, self.is_written_out = done, is_written_out
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            norm = x - x.mean(-1, keepdim=True)
+            made = norm @ layer.weight.T + layer.bias if self.is_written_out else layer(norm)
+            x = x + self.done(made)
+        return x
+
+
+def test_a_mistake_in_every_layer_takes_few_looks_ahead(inputs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    own = Counterparts._first_wrong
+    monkeypatch.setattr(
+        Counterparts, "_first_wrong", lambda self, *args, **kw: looks.append(1) or own(self, *args, **kw)
+    )
+    tanh = partial(nn.functional.gelu, approximate="tanh")
+    result = judged(Stack(tanh), Stack(nn.functional.gelu, is_written_out=True), inputs)
+    assert result.first_divergence is not None and result.first_divergence.num_alike == 30
+    assert result.first_divergence.site == "./gelu.0" and 0 < len(looks) < 6

@@ -111,13 +111,15 @@ class WrongTensorSearch:
         return self._with_partner(node, predicted, proposed) if without is None else []
 
     def is_wrong(self, node: Node, predicted: Values, seen: CandidateTensor) -> bool:
-        """Whether what is below `node` follows from a tensor of its shape, and nothing from the prediction."""
+        """Whether a tensor of its shape is wrong: what is below `node` follows from it.
+
+        And nothing from the prediction, unless the same op makes the tensor of the same.
+        """
         values, below = self._pairs.tensors.values(seen), next_below(node, _AHEAD)
-        if shapes_of(values) != shapes_of(predicted):
+        if shapes_of(values) != shapes_of(predicted) or not any(self._following(below, {node.name: values}, (seen,))):
             return False
-        return any(self._following(below, {node.name: values}, (seen,))) and not any(
-            self._following(below, {node.name: predicted})
-        )
+        is_same = seen == self._pairs.same_op(node, predicted)
+        return is_same or not any(self._following(below, {node.name: predicted}))
 
     def _comes_later(
         self, of_another: Mapping[int, CandidateTensor], of_prediction: Mapping[int, CandidateTensor]
