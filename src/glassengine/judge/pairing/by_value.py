@@ -187,7 +187,7 @@ class Counterparts:
         return True
 
     def _wrong_in_layer(self, node: Node, predicted: Values) -> CandidateTensor | None:
-        """Return the tensor in the place of one that is wrong in another layer, if it is wrong in this one as well.
+        """Return the tensor that is wrong in this layer, as the one in the same place of another layer is; None if it is right.
 
         A mistake in every layer would take a look ahead for each of them.
         """
