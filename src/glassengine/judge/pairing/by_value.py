@@ -187,7 +187,7 @@ class Counterparts:
         return True
 
     def _wrong_in_layer(self, node: Node, predicted: Values) -> CandidateTensor | None:
-        """Return the tensor of this layer that is wrong as another layer has one wrong in the same place; None if right.
+        """Return the tensor that is wrong here as one is in the same place of another layer; None if there is none.
 
         A mistake in every layer would take a look ahead for each of them.
         """
