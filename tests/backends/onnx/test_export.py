@@ -33,6 +33,22 @@ class Other(nn.Module):
         }
 
 
+class Mixed(nn.Module):
+    """Operands that have to be cast, and an op that a rule with two results begins with."""
+
+    def forward(self, x: torch.Tensor, keep: torch.Tensor) -> dict[str, torch.Tensor]:
+        whole = keep.long().cumsum(0)
+        first, second = torch.split(x.relu(), 3, dim=-1)
+        return {
+            "sum": x + whole,
+            "half": (x.half() * whole).float() + x.mean(-1, keepdim=True),
+            "double": torch.where(whole > 1, x, whole.double()),
+            "number": (whole * 1.5).sum() + keep.sum(),
+            "quotient": whole / 2,
+            "parts": torch.sin(whole)[:, :3] * first - second,
+        }
+
+
 class Differences(nn.Module):
     """An op that is decomposed, since it has no translation."""
 
@@ -85,12 +101,13 @@ def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     "make",
     [
         lambda: program_of(Other()),
+        lambda: program_of(Mixed()),
         pytest.param(
             lambda: export_module(models.vision().eval(), [models.vision_inputs(batch) for batch in (2, 3)]),
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["others", "vision"],
+    ids=["others", "mixed", "vision"],
 )
 def test_both_ways_give_the_same_graph(
     make: Callable[[], Program], tmp_path: Path, long_ways: list[Any], monkeypatch: pytest.MonkeyPatch
