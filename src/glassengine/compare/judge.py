@@ -105,7 +105,7 @@ class PairJudge(PairLoader):
         Raises:
             UsageError: An operation of the map, or a transposition, does not fit the tensor.
         """
-        if not added and self.has_equal_bytes(match):
+        if not added and not self.has_drift and self.has_equal_bytes(match):
             return self.same(match)
         if match.baseline.nbytes > ROW_BYTES and not added and self.can_be_cut(match):
             found = self.of_rows(match, [self.row_figures(match, *rows) for rows in rows_of(match, ROW_BYTES)])

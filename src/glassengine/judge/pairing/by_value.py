@@ -77,6 +77,7 @@ class Counterparts:
         self._search = WrongTensorSearch(self._known)
         self._places: dict[str, int] = {}
         self._wrong: dict[str, CandidateTensor] = {}
+        self._also_wrong: set[str] = set()
         self._layers = _of_layers(baseline), _of_layers(candidate)
 
     @torch.no_grad()
@@ -89,6 +90,7 @@ class Counterparts:
         start, looks = 0, 0
         while start < len(nodes):
             # What comes after is a look ahead: it stands if nothing before it turns out to be wrong.
+            self._also_wrong.clear()
             passed = [place for place in range(start, len(nodes)) if not self._visit(nodes[place])]
             looks += 1
             start = self._first_wrong(nodes, passed, is_last=looks >= _MOST_LOOKS)
@@ -136,7 +138,7 @@ class Counterparts:
         return is_tensor_node(node) and known is not None and all(value.is_floating_point() for value in known)
 
     def _explained(self, of: CandidateTensor | None = None) -> dict[str, float]:
-        """Return the nodes on whose every way to a result there is a tensor that both sides have.
+        """Return the nodes on whose every way to a result there is a tensor that both sides have, none of them wrong.
 
         Node -> how far apart these tensors are, in unit roundoffs. Where one of the candidate's is given, the tensors
         are made `of` it, and have the same axes: of a difference that is turned, much is the right one transposed.
@@ -148,7 +150,7 @@ class Counterparts:
             agreeing = {n: agreeing[n] for n, one in seen.items() if one.how is None and made_of[one.name] & own}
         explained: dict[str, float] = {}
         for node in reversed(self._baseline.graph.nodes):
-            if node.op == "output" or node.name in known.results:
+            if node.op == "output" or node.name in known.results or node.name in self._also_wrong:
                 continue
             users = [user.name for user in node.users if "_assert" not in str(user.target)]
             meets = [agreeing.get(user, explained.get(user)) for user in users]
@@ -179,6 +181,7 @@ class Counterparts:
             wrong = self._wrong_in_layer(node, predicted)
             if wrong is not None:
                 self._known.settle(node, wrong)
+                self._also_wrong.add(node.name)
             return wrong is not None or self._is_as_its_source(node, predicted)
         distance = self._apart(node, counterpart, predicted)
         if distance is not None:
