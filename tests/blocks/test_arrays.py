@@ -28,7 +28,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "compiled":
         pytest.importorskip("numba")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paths, "_COMPILED_FROM", 0 if request.param == "compiled" else 1 << 62)
+        patch.setattr(paths, "COMPILED_FROM", 0 if request.param == "compiled" else 1 << 62)
         yield request.param
 
 
@@ -249,7 +249,7 @@ def test_large_mapped_tensors_take_a_fixed_amount_of_memory(dtype: str, mebibyte
     program = f"""
         import resource, torch
         from glassengine.blocks import difference, paths
-        paths._COMPILED_FROM = {paths._COMPILED_FROM}
+        paths.COMPILED_FROM = {paths.COMPILED_FROM}
         dtype, folder, size = torch.{dtype}, {str(tmp_path)!r}, {{}}
         tensors = [torch.from_file(folder + "/" + name, shared=True, size=size, dtype=dtype) for name in "bc"]
         tensors[1][-1] = 3
