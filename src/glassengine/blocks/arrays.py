@@ -233,9 +233,9 @@ def lower_median_of(stream: Stream, num_finite: int, sample: Array | None = None
     Two elements near the middle of a random sample have a few per cent of all between them, and most likely the median.
 
     Args:
-        stream: Float64 pieces; read once, where a sample is given that is as good as others.
+        stream: Float64 pieces; read once when small, or with a sample, unless the median is outside of its middle.
         num_finite: How many finite elements it has, at least 1.
-        sample: Of them.
+        sample: Random finite elements of the stream; None to draw them.
     """
     if num_finite <= SELECT_ELEMENTS:
         rank = (num_finite - 1) // 2

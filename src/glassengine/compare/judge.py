@@ -174,7 +174,7 @@ class PairJudge(PairLoader):
         is_odd = not figures.num_different and whole.difference.num_elements and not whole.difference.num_finite
         if is_odd or (whole.may_hide and not figures.allclose):
             return None
-        if self._needs_slices(match, not figures.allclose):
+        if whole.slices is None and self._needs_slices(match, not figures.allclose):
             whole = merged_rows([self._with_squares(match, part) for part in parts], entry.shape)
         pair = self.verdict(match, figures, x, y, whole.drift, functools.partial(_known, whole.slices))
         noise = self.noise_of(match) if pair.reason == ROUNDED else None

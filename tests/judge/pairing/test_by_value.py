@@ -555,3 +555,22 @@ def test_a_mistake_in_every_layer_takes_few_looks_ahead(inputs: str, monkeypatch
     result = judged(Stack(tanh), Stack(nn.functional.gelu, is_written_out=True), inputs)
     assert result.first_divergence is not None and result.first_divergence.num_alike == 30
     assert result.first_divergence.site == "./gelu.0" and 0 < len(looks) < 6
+
+
+class OneDoubled(Stack):
+    """The layers, written out, with the bias of one layer doubled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            made = (x - x.mean(-1, keepdim=True)) @ layer.weight.T + layer.bias * (1 + (number == 3))
+            x = x + self.done(made)
+        return x
+
+
+def test_a_mistake_before_that_of_all_layers_is_found_as_well(inputs: str) -> None:
+    def activation(approximate: str) -> Step:
+        return lambda x: nn.functional.gelu(torch.tanh(x) + x, approximate=approximate)
+
+    result = judged(Stack(activation("tanh")), OneDoubled(activation("none")), inputs)
+    found = [one.site for one in result.origins if one.level == "candidate"]
+    assert found[:5] == ["./gelu.0", "./gelu.1", "./gelu.2", "layers.3/linear.0", "./gelu.3"]

@@ -73,7 +73,7 @@ _NUMBERS = {
 def fast_conversion() -> Iterator[None]:
     """Let `torch.onnx.export` read its translations once in a process, and trace only what has to be decomposed.
 
-    Values that are known are not computed again, and rules are tried on their own ops.
+    Known values are not computed again, and a rewriting rule is tried only on nodes of its first op.
     """
     from onnxscript.rewriter import _matcher
     from torch.onnx._internal.exporter import _fx_passes, _registration

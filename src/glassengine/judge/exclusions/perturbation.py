@@ -327,7 +327,7 @@ def unread(
     values: dict[Node, Any] = {}
     some = list(marked.items())[:MOST_MARKED]
     waiting = {name: _Lane(mask, values, () if name in shown else scores) for name, mask in some}
-    follow: dict[str, str] = {}  # one that covers the elements of another at its node -> that one
+    follow: dict[str, str] = {}  # node whose marked elements cover those of a later one -> the later node
     last_use, varying = last_uses(program), of_inputs(program)
     for node in program.graph.nodes:
         if node.op == "placeholder":
@@ -350,7 +350,7 @@ def unread(
                 lane.settle(dead)
         if not waiting:
             break
-    # Where the elements of that one are read, those that cover them are, too.
+    # If the elements of the later node are read, those that cover them are read as well.
     unknown = set(waiting)
     for name in reversed(follow):
         unknown |= {name} if follow[name] in unknown else set()

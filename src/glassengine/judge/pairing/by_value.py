@@ -192,7 +192,7 @@ class Counterparts:
     def _wrong_in_layer(self, node: Node, predicted: Values) -> CandidateTensor | None:
         """Return the tensor that is wrong here as one is in the same place of another layer; None if there is none.
 
-        A mistake in every layer would take a look ahead for each of them.
+        Without this, a mistake in every layer takes one look ahead for each layer.
         """
         ours = self._layers[0].get(node.name, ())
         other = next((name for name in ours if name in self._wrong), None)

@@ -111,9 +111,9 @@ class WrongTensorSearch:
         return self._with_partner(node, predicted, proposed) if without is None else []
 
     def is_wrong(self, node: Node, predicted: Values, seen: CandidateTensor) -> bool:
-        """Whether a tensor of its shape is wrong: what is below `node` follows from it.
+        """Whether a tensor is a wrong counterpart of `node`: the ops below follow from it, and not from the prediction.
 
-        And nothing from the prediction, unless the same op makes the tensor of the same.
+        Where the same op makes the tensor of the same inputs, they may follow from the prediction as well.
         """
         values, below = self._pairs.tensors.values(seen), next_below(node, _AHEAD)
         if shapes_of(values) != shapes_of(predicted) or not any(self._following(below, {node.name: values}, (seen,))):
